@@ -47,7 +47,7 @@ class Chat(Generic[_StreamT]):
     """A conversation with a loaded model. Created by `Runtime.chat`.
 
     Attributes:
-        system: Instructions for the model. A change takes effect with the next turn.
+        system: Instructions for the model. Changes take effect on the next turn.
         messages: The user and assistant messages, in order. Do not modify the list during a reply.
         dropped_messages: Number of old messages left out of the last turn's prompt because the context was
             full.

@@ -108,8 +108,8 @@ def _load_pair(pair: ModelPair, request: LoadRequest, progress: Progress | None)
         load_options = with_projector(load_options, pair.target, request.projector)
         trial_notice = ""
         if not request.trust:
-            # For a target on workers, try only its metadata, because its weights may not fit in this
-            # machine's memory.
+            # If workers hold the target's layers, try loading only its metadata, because its weights may not
+            # fit in this machine's memory.
             trial = load_options if request.machines is None else replace(load_options, memory_bytes=0)
             pair, trial_notice = try_pair(pair, trial, progress)
         budget = budget_for(pair.backends, request.drafting.arguments)

@@ -25,7 +25,7 @@ from edgespec.system.files import cache_folder, log_folder
 
 __all__ = ["Gpu", "MachineInfo", "MlxInfo", "gpu_vendors", "inspect_machine"]
 
-# PCI vendor IDs of GPUs that can run models. Devices from other vendors, such as virtual displays, cannot.
+# PCI vendor IDs of GPUs that can run models. Other vendors' devices, such as virtual displays, are ignored.
 _VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
 
 
@@ -71,7 +71,7 @@ class MachineInfo:
     Attributes:
         accelerator: The GPU API that can run model layers: `metal`, `cuda` or `vulkan`. Empty if there is no
             GPU.
-        gpu_vendors: The vendors of the GPUs. Only known on Linux.
+        gpu_vendors: Vendors of the GPUs. Detected only on Linux.
         memory_available_bytes: Memory available to new programs, within the limits of this process's control
             groups.
     """
@@ -161,7 +161,7 @@ def gpu_vendors(root: Path = Path("/")) -> tuple[str, ...]:
     for file in root.glob("sys/class/drm/renderD*/device/vendor"):
         with suppress(OSError, ValueError):
             found.add(_VENDORS.get(int(file.read_text(), 16), ""))
-    # NVIDIA's compute driver does not need the kernel's graphics interface.
+    # NVIDIA GPUs can run models without a DRM device, so look for the driver itself.
     if (root / "proc/driver/nvidia/version").exists():
         found.add("NVIDIA")
     return tuple(sorted(found - {""}))

@@ -67,7 +67,7 @@ class RequestQueue(Replies["QueuedReply"]):
     def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
-        """Return the request for a reply. Compiles its constraint now, because the request may wait."""
+        """Return a validated request. Its constraint is compiled now, because the request may wait."""
         request = self._runtime.checked_request(prompt, options, on_end)
         self._runtime.check_constraint(request)
         return request
@@ -90,7 +90,7 @@ class RequestQueue(Replies["QueuedReply"]):
 
     @contextmanager
     def turn(self, cancel: Callable[[], None], wait: Callable[[], bool]) -> Iterator[None]:
-        """Return a context manager that waits for a turn, in which the caller may use the runtime directly.
+        """Return a context manager that waits for the caller's turn to use the runtime directly.
 
         Args:
             cancel: Called if the queue is closed during the turn. It must make the turn end soon.
@@ -270,8 +270,8 @@ class QueuedEmbeddings:
     """The embeddings of queued texts. Created by `RequestQueue`.
 
     Attributes:
-        future: Provides the embeddings or the error to programs that use asyncio. It cannot be
-            cancelled. Use `cancel` instead.
+        future: A future for the embeddings, for programs that use asyncio. It cannot be cancelled
+            itself. Use `cancel` instead.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class QueuedEmbeddings:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Convert an error to one that cannot stop a queue thread, because callbacks can raise SystemExit."""
+    """Wrap errors such as SystemExit, which callbacks can raise, so that they cannot stop a queue thread."""
     if isinstance(error, Exception):
         return error
     failure = EdgespecError(f"the request failed with {type(error).__name__}", "submit it again")

@@ -84,7 +84,7 @@ class Replies(ABC, Generic[_StreamT]):
     def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
-        """Return the request for a reply after checking its options. Raises OptionError."""
+        """Check a reply's options and return its request. Raises OptionError if an option is invalid."""
 
     @abstractmethod
     def submit(self, request: ReplyRequest) -> _StreamT:
@@ -173,9 +173,9 @@ class Replies(ABC, Generic[_StreamT]):
                 mention tools, the system prompt describes them.
             tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` forces a
                 single tool call. `{"type": "function", "function": {"name": NAME}}` forces a call to that
-                tool. The tools and the choice can also be in other APIs' formats. With `auto` and a
-                constraint such as `schema`, the reply consists of tool calls or of an answer that satisfies
-                the constraint.
+                tool. Tools and tool choices in other supported APIs' formats are also accepted. With
+                `auto` and a constraint such as `schema`, the reply consists either of tool calls or of an
+                answer that satisfies the constraint.
             reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
                 stream yields only what the model writes after it. Text without a reasoning marker such as
                 `<think>` is part of the answer, so pass `stream.reply_start + reply.text` of an interrupted
@@ -220,8 +220,8 @@ class Replies(ABC, Generic[_StreamT]):
                 prepared and during prefill, and can return False to cancel the reply. `processors` are
                 custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
                 applied before all others. Create new ones for every reply, because they are stateful. If
-                `prompt_logprobs` is set, `Reply.prompt_logprobs` holds the log-probability of each prompt
-                token, and of that many of the most likely tokens at its position. The whole prompt is then
+                `prompt_logprobs` is set to N, `Reply.prompt_logprobs` holds the log-probabilities of each
+                prompt token and of the N most likely tokens at its position. The whole prompt is then
                 processed, even if its start is cached, and `max_tokens` can be 0 to generate nothing.
 
         Raises:

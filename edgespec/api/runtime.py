@@ -81,7 +81,7 @@ class Runtime(Replies[ReplyStream]):
         defaults: Default values of reply options, including `method`.
         recommended: See `recommended_sampling`.
         prefix_cache: Caches the KV segments of prompts. If None, nothing is cached.
-        record: Called to record the draft model's acceptance rate. If None, nothing is recorded.
+        record: Records the draft model's acceptance rate. If None, nothing is recorded.
         mapped: The models' memory-mapped files, which must not change during a reply.
         more_models: The models and drafters for each additional concurrent reply.
         other_template: Whether Ollama has its own template for the target, in a format that edgespec
@@ -183,7 +183,6 @@ class Runtime(Replies[ReplyStream]):
 
     @cached_property
     def _end_tokens(self) -> list[int]:
-        """The tokens that end a reply."""
         size = self._session.target.facts.vocab_size
         return [token for token in range(size) if self.vocabulary.is_end(token)]
 
@@ -230,7 +229,7 @@ class Runtime(Replies[ReplyStream]):
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
     ) -> Exactness | None:
-        """Report whether replies with these settings are identical to plain decoding, and why.
+        """Report whether replies with these settings are identical to those of plain decoding, and why.
 
         Args:
             acceptance: The acceptance rule. Defaults to the one passed to `load`.
@@ -348,7 +347,7 @@ class Runtime(Replies[ReplyStream]):
         return stream
 
     def _answer_rule(self, tools: ToolSet, constraint: Constraint) -> AnswerRule:
-        """Return the constraint that applies if a reply with tools is an answer rather than a call.
+        """Return the constraint on the answer, for a reply that can also be a tool call.
 
         Raises OptionError if the constraint is invalid, or if the reply must be a tool call.
         """
@@ -457,7 +456,7 @@ class Runtime(Replies[ReplyStream]):
             reply_start: Text at the end of the prompt that belongs to the reply.
             syntax: The format in which the model writes tool calls, or None without tools.
             whole_text: Whether stop strings apply to the whole text rather than only to the answer.
-            calls_tool: Whether the constraint is the grammar of tool calls.
+            calls_tool: Whether the constraint is a grammar for tool calls.
             images: The images in the prompt.
         """
         check_process(self._session.process_id)
@@ -484,8 +483,7 @@ class Runtime(Replies[ReplyStream]):
                 text_may_precede=calls_tool,
             )
             processors = (constraint, *processors)
-        # A constraint applies only to the answer, so if there is one, stop strings apply only to the answer,
-        # too.
+        # A constraint applies only to the answer, and so do stop strings if there is a constraint.
         splits = constraint is not None or not whole_text
         searches = stop_searches(
             settings.stop,
@@ -517,9 +515,9 @@ class Runtime(Replies[ReplyStream]):
         self._sessions.cancel()
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure the target's verify costs for several numbers of tokens, and save them for the next load.
+        """Measure the target's verify costs for several pass widths, and save them for the next load.
 
-        This first sets the target to the fastest number of CPU threads (see `thread_seconds`). The
+        This first switches the target to the fastest number of CPU threads (see `thread_seconds`). The
         measurement takes about 12 seconds, or longer for a slow target.
 
         Args:
@@ -536,12 +534,12 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def thread_seconds(self) -> Mapping[int, float]:
-        """Duration of a target step in seconds, for each number of CPU threads that was tried."""
+        """Duration of a target step in seconds, for each number of CPU threads that was tested."""
         return self._costs.thread_seconds
 
     @property
     def costs_notice(self) -> str:
-        """Why measured verify costs could not be saved on disk. Empty if there was no problem."""
+        """Why measured verify costs could not be saved, or empty if there was no problem."""
         return self._costs.notice
 
     def memory_bytes(self) -> int:

@@ -55,7 +55,7 @@ class ReplyStream:
         prompt_logprobs: See `Reply.prompt_logprobs`. Complete before the stream yields text.
     """
 
-    # Class-level default for `__del__`. If the constructor raises, there is no reply to end.
+    # Default for `__del__`, in case the constructor raises before there is a reply to end.
     _ended = True
 
     def __init__(

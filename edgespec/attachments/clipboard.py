@@ -35,8 +35,8 @@ def clipboard_files(folder: Path) -> list[str]:
         folder: Parent of the folder for pasted images. Except in tests, this is the user's data folder.
 
     Returns:
-        The path of the saved image. If the clipboard contains files instead, their paths. Empty if it
-        contains neither.
+        A list with the path of the saved image, or with the paths of the files if the clipboard contains
+        files instead. Empty if it contains neither.
 
     Raises:
         AttachmentError: The clipboard cannot be read, or the image is too large or cannot be saved.
@@ -95,5 +95,5 @@ def _helper() -> str:
 
 
 def delete_pasted_images() -> int:
-    """Delete the saved images, and return the number of bytes freed. Raises OSError."""
+    """Delete all pasted images, and return the number of bytes freed. Raises OSError."""
     return delete_files((data_folder() / _FOLDER_NAME).glob("*.png"))

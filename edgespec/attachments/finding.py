@@ -120,7 +120,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _skip_stars(matched: set[int], pattern: Sequence[str]) -> set[int]:
-    """Add the positions that are reachable by letting `**` match no folders."""
+    """Add the positions reachable by letting `**` match zero folders."""
     for number, part in enumerate(pattern):
         if part == "**" and number in matched:
             matched.add(number + 1)

@@ -53,7 +53,7 @@ def _extracted(data: bytes) -> tuple[str, str]:
 
 
 def _set_limits() -> None:
-    """Limit the CPU time of this process to 30 seconds, and its memory if the system supports that."""
+    """Limit this process's CPU time to 30 seconds, and its memory where the system supports that."""
     if sys.platform != "win32":
         import resource
 

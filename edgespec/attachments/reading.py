@@ -31,10 +31,10 @@ __all__ = ["ImageSource", "ReadFiles", "as_image", "read_files"]
 _MAX_BYTES = 16 << 20
 _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
-# Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files can take this long.
+# Timeout in seconds for reading a file, or all files in a folder. Hostile PDF files can take this long.
 _MAX_SECONDS = 60.0
-# Number of bytes at the start of a file that identify its type. Chosen to allow for data before a PDF file's
-# marker.
+# Number of bytes at the start of a file that are checked to identify its type. The size was chosen to allow
+# for data before a PDF file's marker.
 _START_BYTES = 1024
 _PDF_MARK = b"%PDF-"
 # Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.
@@ -59,7 +59,7 @@ class ReadFiles(NamedTuple):
 
     Attributes:
         files: The files and their text.
-        skipped: Number of files that were skipped because they contain no text.
+        skipped: Number of files skipped because they are images or cannot be attached.
     """
 
     files: tuple[AttachedFile, ...]
@@ -118,7 +118,7 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
             code="attachment_too_large",
         )
     is_pdf = _PDF_MARK in start
-    # Let `Image.read` also report invalid image files, such as empty ones.
+    # Let `Image.read` also report invalid images, such as empty files.
     if looks_like_image(start) or (is_named_like_image(name) and not is_pdf):
         if not takes_images:
             raise AttachmentError(

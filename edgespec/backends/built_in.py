@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN"]
 
-# This process's memory use in bytes with llama.cpp imported but no model loaded, measured in the terminal
+# Bytes of memory that this process uses with llama.cpp imported but no model loaded, measured in the terminal
 # chat.
 _LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
 _MLX_PROCESS_BYTES = 128 * 2**20
@@ -249,13 +249,13 @@ def _mlx_build() -> str:
     return build_identity()
 
 
-# Bits per weight, including scales, of the quantisation types whose speed is measured.
+# Bits per weight, including scales, for each quantisation type that is benchmarked.
 _BITS_PER_WEIGHT = {
     "F16": 16, "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q4_0": 4.5, "Q3_K": 3.4375,
     "Q2_K": 2.625,
 }  # fmt: skip
 
-# Head file formats: GGUF, and folders in the Hugging Face layout.
+# Head formats: GGUF files, and folders in the Hugging Face layout.
 _GGUF_FILES, _PUBLISHED = frozenset({"gguf"}), frozenset({"mlx"})
 
 _GGUF = FileFormat(

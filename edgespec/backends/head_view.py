@@ -1,6 +1,6 @@
 """Base classes for heads, which draft from the target's hidden states, and for their KV caches.
 
-A newly loaded head runs once, to check its logits and to find out which hidden states it reads.
+Each head is run once after loading, to check its logits and to find out which hidden states it reads.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
 )
-# Heads count as equally accurate if their numbers of correct predictions differ by at most this much. Heads
+# Heads count as equally accurate if their counts of correct predictions differ by at most this much. Heads
 # with random weights differ by 1 or 2, whereas a head that reads the wrong inputs gets most predictions
 # wrong.
 _TIE_TOKENS = 2
-# Maximum number of trial tokens, and number of tokens between comparisons. Both are small because multiplying
-# by the output matrices of several heads takes most of the time on a CPU.
+# Maximum number of trial tokens, and number of tokens between comparisons. Both are small because, on a CPU,
+# products with the heads' output matrices dominate the running time.
 _TRIAL_TOKENS, _STEP_TOKENS = 64, 8
 
 
@@ -95,7 +95,7 @@ class HeadCells(ABC):
 
 
 class _TargetCells(HeadCells):
-    """A stand-in for the cache of a head that has none. It contains the same tokens as the target's."""
+    """A placeholder for heads without a KV cache. It covers the same tokens as the target's cache."""
 
     def __init__(self, target: BaseModel, log: HiddenStateLog) -> None:
         self._target, self._log = target, log
@@ -162,7 +162,7 @@ class HeadView(SelfDraftView[M]):
         target: The target.
         log: The log of the target's hidden states. Closed together with the view.
         release: Called when the view is closed.
-        cells: The head's KV cache. None if it has none.
+        cells: The head's KV cache, or None if it has none.
     """
 
     # Maximum number of tokens per prefill pass.
@@ -222,7 +222,7 @@ class HeadView(SelfDraftView[M]):
 
     @abstractmethod
     def _run_tree(self, tree: TokenTree, first: int) -> Logits:
-        """Run a tree's nodes, starting at `first`, and return their logits."""
+        """Run the head on a tree's nodes, starting at `first`, and return their logits."""
 
     def _keep(self, length: int) -> None:
         """Truncate the cache to `length` tokens, all of which are then committed.
@@ -315,7 +315,7 @@ class HeadView(SelfDraftView[M]):
 
 
 def check_finite(head: LanguageModel, path: Path) -> None:
-    """Run one token, and raise ModelFileError if the logits are not finite."""
+    """Run the head on one token, and raise ModelFileError if its logits are not finite."""
     logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
     head.truncate(0)
     check_finite_logits(logits, path)
@@ -334,10 +334,10 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
 def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: Path) -> H:
     """Return the head that most often predicts the target's top token. On a tie, return the first.
 
-    A head's configuration does not say unambiguously which hidden states it reads or in which order it takes
-    its inputs. A wrong choice raises no error, but lowers the acceptance rate. We therefore load every
-    possible variant of the head and compare them on a short text. The comparison stops as soon as one variant
-    is clearly better than the others.
+    A head's configuration does not fully specify which hidden states it reads or the order of its inputs. A
+    wrong choice raises no error, but lowers the acceptance rate. We therefore load every possible variant of
+    the head and compare them on a short text. The comparison stops as soon as one variant is clearly better
+    than the others.
 
     Args:
         target: The target. Its cache must be empty.
@@ -393,7 +393,7 @@ def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[i
     """Count how many of the target's top tokens the head predicts.
 
     Args:
-        head: The head, which must not have processed any tokens except in earlier calls.
+        head: The head, which must have processed tokens only in earlier calls.
         tokens: The tokens that the target has processed.
         best: The target's top token after each of the last `len(best)` tokens.
     """

@@ -81,7 +81,7 @@ class ReplayModel(BaseModel):
     Args:
         inner: The recurrent model.
         reason: Why the model does not support draft trees with branches, for `Capabilities.reason`.
-        undo_tokens: How many trailing tokens of a pass `inner.commit` can remove exactly.
+        undo_tokens: Maximum number of trailing tokens of a pass that `inner.commit` can remove exactly.
     """
 
     def __init__(self, inner: Rewindable, reason: str, undo_tokens: int = 0) -> None:
@@ -211,7 +211,8 @@ class ReplayModel(BaseModel):
             self._commit_inner(self._open - dropped)
         else:
             if self._inner.logs.states and dropped < self._open:
-                # Commit the accepted tokens to log their hidden states, which rewinding would discard.
+                # Commit the accepted tokens first, so that their hidden states are logged before rewinding
+                # discards them.
                 self._commit_inner(self._open - dropped)
             self._go_back(length)
             if self.length < length:
@@ -257,7 +258,7 @@ class ReplayModel(BaseModel):
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
         self._end_round()
-        # Discard all checkpoints, because a resize makes them invalid, even if it fails.
+        # Discard all checkpoints, because resizing invalidates them even if it fails.
         self._checkpoints, held = [], self._inner.length
         try:
             self._inner.resize(context_tokens)

@@ -48,7 +48,7 @@ __all__ = [
     "load_residual_heads",
 ]
 
-# Returns the memory that the heads' weights need, in bytes.
+# Returns the memory needed for the heads' weights, in bytes.
 WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
 _FLOAT32_BYTES = 4
 # Number of logit rows to reserve memory for, which is enough for one level of a large draft tree.
@@ -143,8 +143,8 @@ class ResidualNetwork:
 
         Args:
             head: Index of the head.
-            inputs: Hidden states [rows, size]. If the heads read tokens, each row also contains the
-                embeddings of `head + 1` tokens after the hidden state.
+            inputs: Hidden states [rows, size]. If the heads read tokens, each hidden state is followed by
+                the embeddings of `head + 1` tokens.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._heads[head](inputs)
@@ -180,7 +180,7 @@ class ResidualHeadTarget:
         embed: Returns the token embeddings [tokens, size] for token ids.
         make_product: Returns a function that multiplies by one of the heads' matrices.
         output: Returns a function that multiplies by the target's LM head, for heads without output matrices.
-        weight_bytes: Returns the memory of the heads' weights in bytes.
+        weight_bytes: Returns the memory needed for the heads' weights, in bytes.
     """
 
     model: BaseModel
@@ -275,7 +275,7 @@ class LoadedResidualHeads:
         return ResidualHeadView(target, log, release, self._facts, self._network, self._embed, prefix)
 
     def close(self) -> None:
-        """Do nothing, because Python frees the weights together with the last view."""
+        """Do nothing. The weights are garbage-collected together with the last view."""
 
 
 def _check_attention(
@@ -330,10 +330,10 @@ def estimate_residual_heads(
         path: The heads' folder or file.
         context_tokens: The target's context size.
         vocab_size: The target's vocabulary size.
-        weight_bytes: Returns the memory of the heads' weights in bytes.
+        weight_bytes: Returns the memory needed for the heads' weights, in bytes.
 
     Raises:
-        CapabilityError: edgespec does not support this kind of heads.
+        CapabilityError: edgespec does not support this kind of head.
         ModelFileError: The files are missing or damaged.
     """
     heads = read_residual_heads(path)
@@ -429,7 +429,7 @@ class ResidualHeadView(HeadView[BaseModel]):
     def _known_states(self, tree: TokenTree) -> Array:
         """Return the head inputs for the tree's nodes whose preceding hidden state is known.
 
-        The root is always included, so that a warm-up pass works before the target has processed any tokens.
+        The root is always included, so that warm-up works before the target has processed any tokens.
         """
         self._keep(self.length)
         last = max(self.log.end - self.length, 0)
@@ -438,7 +438,7 @@ class ResidualHeadView(HeadView[BaseModel]):
         return self._prefix.run(states) if self._prefix else states
 
     def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
-        """Fill in the logits of all nodes that belong to this head."""
+        """Fill in the logits of all nodes that belong to a head."""
         at = [i for i, node in enumerate(nodes) if node.head == head]
         # Run each distinct input only once: all nodes of a Medusa tree at the same depth share one input.
         inputs = {id(nodes[i].inputs): nodes[i].inputs for i in at}

@@ -17,15 +17,14 @@ __all__ = [
     "WARM_UP_TOKENS",
 ]
 
-# Number of tokens that each method generates to warm up. The number was chosen to get a backend's slow first
-# passes out of the way.
+# Number of warm-up tokens per method, chosen to get a backend's slow first passes out of the way.
 WARM_UP_TOKENS = 8
 
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
 # has changed. The number was chosen to keep the check short.
 CHECK_TOKENS = 32
-# Maximum `Race.drift` of a fair race, as a fraction. A larger change makes the result unreliable. The limit
-# was chosen by judgement.
+# Maximum absolute value of `Race.drift` in a fair race, chosen by judgement. A larger change makes the result
+# unreliable.
 MAX_DRIFT = 0.2
 # Speeds that differ by less than this fraction count as equal. The threshold was chosen because a single race
 # cannot resolve smaller differences.
@@ -34,8 +33,8 @@ EQUAL_SPEEDS = 0.03
 # factor was chosen to allow for noise.
 MAX_PASS_RATIO = 1.15
 
-# Minimum speed-up for `tune` to recommend a method. It was chosen because a smaller one could be measurement
-# noise.
+# Minimum speed-up for `tune` to recommend a method. The threshold was chosen because a smaller speed-up could
+# be measurement noise.
 MIN_SPEED_UP = 1.05
 # Warn if other programs used the CPU during more than this fraction of a method's passes. The threshold was
 # chosen so that brief disturbances do not trigger the warning.
@@ -44,6 +43,5 @@ MAX_BUSY_SHARE = 0.2
 # fixed length.
 TRIED_DRAFT_LENGTH = FIXED_DRAFT_LENGTH
 
-# Number of bootstrap resamples, and level of the confidence intervals. Both were chosen because they are
-# commonly used.
+# Number of bootstrap resamples, and the confidence level. Both were chosen as commonly used values.
 BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL = 2000, 0.95

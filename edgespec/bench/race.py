@@ -139,7 +139,7 @@ class Race:
         return self._headline(TERMS, self.other.reply.method.reason)
 
     def chat_headline(self) -> str:
-        """Return the headline in the chat's simpler terms."""
+        """Return the headline in the simpler wording used in chats."""
         method = self.other.reply.method
         return self._headline(CHAT, method.chat_reason or method.reason)
 
@@ -301,7 +301,7 @@ class _Runner:
         self._max_tokens = int(options.get("max_tokens") or DEFAULT_RACE_TOKENS)
 
     def run(self, description: str, method: str, done: float, *, max_tokens: int | None = None) -> Lane:
-        """Generate one reply, reporting progress that starts at the fraction `done` of the race."""
+        """Generate one reply, reporting progress from the fraction `done` of the race onwards."""
         limit = min(max_tokens or self._max_tokens, self._max_tokens)
         self._report(description, done)
         options = self.options | {"method": method, "max_tokens": limit}

@@ -35,7 +35,7 @@ class RaceEvent(NamedTuple):
         seconds: Time at which the text appears, in seconds since the start.
         row: Row, counted from 0.
         column: Column, counted from 0.
-        style: Terminal escape code number of the colour or style, or an empty string.
+        style: Parameter of the ANSI escape sequence for the colour or style, or an empty string.
     """
 
     seconds: float
@@ -98,7 +98,7 @@ class Picture:
         self.events = sorted(events, key=lambda event: event.seconds)
 
     def _pieces(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
-        """Yield the text of a reply, numbering rows from its first line."""
+        """Yield the events that show a reply's text, with rows counted from its first line."""
         text = _cleaned(lane.text)
         lines = list(_broken(text, self._width))
         place = number = 0

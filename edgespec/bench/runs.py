@@ -1,4 +1,4 @@
-"""Plan a benchmark and run it, one reply at a time, each with an empty prefix cache.
+"""Plan and run a benchmark, one reply at a time, clearing the prefix cache before each reply.
 
 The plan determines which prompts and methods to run, and in which order.
 """
@@ -271,7 +271,7 @@ class _Bench:
             self.runtime.method_for(config.method)
 
     def _fitting_tokens(self, prompt: Prompt) -> list[int]:
-        """Tokenize a prompt. Raises ContextFullError if it does not fit in the context with its reply."""
+        """Tokenize a prompt. Raises ContextFullError if it and its reply do not fit in the context."""
         tokens = prompt_tokens(self.runtime, prompt)
         context = self.runtime.context_tokens
         if len(tokens) + self.plan.max_tokens > context:
@@ -283,7 +283,7 @@ class _Bench:
         return tokens
 
     def prepare(self) -> CostCurve:
-        """Measure the duration of verify passes, and run every drafting method once to warm up."""
+        """Measure the duration of verify passes, and warm up every method with a short reply."""
         curve = self.runtime.measure_costs(self.progress)
         prompt = self.plan.prompts[0]
         for config in self.plan.configs:

@@ -69,16 +69,16 @@ class Tuning:
     """The result of `edgespec tune`.
 
     Attributes:
-        thread_seconds: Duration of a single-token pass in seconds for each number of CPU threads that was
-            compared. Empty if none were compared.
-        threads: Fastest number of CPU threads. 0 if none were compared.
+        thread_seconds: Duration of a single-token pass in seconds, keyed by the CPU thread counts compared.
+            Empty if none were compared.
+        threads: Fastest CPU thread count, or 0 if none were compared.
         passes: Durations of verify passes, by number of tokens in the pass.
         drafters: Performance of each drafter.
         limit: Highest possible speed-up on this machine, if every draft token is accepted and drafting costs
             nothing.
         auto: Speed-up of method `auto`. None if the models were loaded with another method.
         verdict: Recommendation in one sentence.
-        notice: Why the pass durations could not be saved. Empty if they were saved.
+        notice: Why the pass durations could not be saved, or empty if they were.
         was_cpu_busy: Whether other programs used the CPU during the measurements.
     """
 
@@ -115,7 +115,7 @@ def tune(
         runtime: Loaded models.
         prompts: Prompts to answer with every method.
         max_tokens: Maximum reply length in tokens.
-        progress: Called with (description, fraction). Returning False cancels.
+        progress: Called with a description and the completed fraction. Returning False cancels tuning.
 
     Raises:
         CancelledError: The tuning was cancelled.
@@ -154,7 +154,7 @@ def tune(
 
 
 def break_even(v: float, width: int) -> float | None:
-    """Return the acceptance rate above which drafting speeds up decoding if drafting takes no time.
+    """Return the break-even acceptance rate, assuming that drafting takes no time.
 
     Args:
         v: Duration of a verify pass, relative to a single-token pass.
@@ -258,7 +258,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # Count one token per level of a draft tree, because at most one of them can be accepted.
+        # Count one token per level of a draft tree, because at most one token per level can be accepted.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

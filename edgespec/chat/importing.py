@@ -62,7 +62,7 @@ class _Reader:
     def __init__(self, stream: TextIO, max_characters: int) -> None:
         self._stream, self._max_characters = stream, max_characters
         self._decode = json.JSONDecoder().raw_decode
-        # Text that has been read but not parsed yet starts at `_at`.
+        # `_at` is the position of the first character that has not been parsed yet.
         self._text, self._at = "", 0
 
     def skip(self, mark: str) -> bool:
@@ -83,7 +83,7 @@ class _Reader:
                 return True
 
     def value(self) -> Any:
-        """Return the next value."""
+        """Parse the next JSON value. Raises ValueError or ItemTooLargeError."""
         if self.is_at_end():
             raise ValueError("a value is missing")
         size = _PART_CHARACTERS
@@ -122,7 +122,10 @@ _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assist
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A message from another program. `message` is None if it cannot be imported, even if its replies can."""
+    """A message from another program.
+
+    `message` is None if the message cannot be imported, even if its replies can.
+    """
 
     parent: object
     message: Message | None
@@ -359,7 +362,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _time(value: Any) -> datetime:
-    """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if the format is unknown."""
+    """Parse a Unix timestamp or an ISO 8601 time. Return the Unix epoch if the format is unknown."""
     try:
         if isinstance(value, str):
             return in_utc(datetime.fromisoformat(value))

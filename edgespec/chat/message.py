@@ -1,4 +1,4 @@
-"""The `Message` type for prompts, saved chats and the terminal chat, and its attached files."""
+"""The `Message` type, used in prompts, saved chats and the terminal chat, and its attachment types."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Message:
         tool_call_id: For a message with the role `tool`, the id of the call.
         name: For a message with the role `tool`, the name of the tool.
         files: The files attached to a user message. In the prompt, they precede `content`.
-        images: The images in `content`, in their order.
+        images: The images in `content`, in order of appearance.
         reasoning_seconds: The time that the model spent on `reasoning`. None if it was not measured.
         ended_early: Why a model's reply ended before the model was done: `cancelled` (it was stopped),
             `length` (it reached its maximum length) or `context_full`. Empty for a complete reply.
@@ -98,7 +98,7 @@ class Message:
         return (self.content, self.tool_call_id, self.name, *calls)
 
     def with_files_as_text(self) -> Message:
-        """Return the message with its files prepended to `content`, which is how the model reads them."""
+        """Return the message with its files prepended to `content`, as the model sees them."""
         if not self.files:
             return self
         content = with_files(self.content, self.files)

@@ -92,9 +92,9 @@ def build_single_prompt(
 
 ContextFull = Literal["slide", "refuse"]
 
-# Context tokens reserved for the reply, limited to a quarter of the context.
+# Number of context tokens reserved for the reply, but at most a quarter of the context.
 _REPLY_TOKENS = 512
-# Upper limit on the size of a control token's text, in bytes.
+# Maximum size of a control token's text in bytes.
 _MAX_CONTROL_TOKEN_BYTES = 512
 _REMEMBERED_CONVERSATIONS = 8
 _REMEMBERED_IMAGES = 16
@@ -364,7 +364,7 @@ class PromptBuilder:
         Reasoning is not counted, because most templates drop it.
         """
         content = "\n".join(filter(None, message.prompt_texts))
-        # Do not tokenize a message that is bound to exceed the context.
+        # Skip tokenizing a message that is bound to exceed the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count

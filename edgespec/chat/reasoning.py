@@ -89,7 +89,7 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split text at potential reasoning markers, and return pairs of a part and whether it is a marker."""
+    """Split text at potential reasoning markers, and return (part, is_marker) pairs."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 

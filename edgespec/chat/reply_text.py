@@ -85,7 +85,7 @@ class ReplyText:
             return True
         text = self._decoder.decode(self._piece(token))
         self._held += text
-        # Bytes pending in the decoder belong to the next character.
+        # Bytes pending in the decoder are the start of the next character.
         waiting, _ = self._decoder.getstate()
         self._undecided.append((start, start + len(text) + bool(waiting)))
         ends = [search.feed(text) for search in self._searches]
@@ -96,7 +96,7 @@ class ReplyText:
         """Release the text up to the first stop string found, or else up to the smallest of `ends`.
 
         Args:
-            ends: The text length that each search allows to be released.
+            ends: For each search, the length of the text that it allows to be released.
         """
         found = [
             (end, each.found)
@@ -202,7 +202,7 @@ class StopSearch:
         return self._answer_end - self._undecided()
 
     def finish(self) -> int:
-        """Search the text that was held back, and end the search. Returns the same as `feed`."""
+        """Search the held-back text and end the search. Returns the same as `feed`."""
         rest = self._splitter.finish().answer if self._splitter else ""
         end = self._search(rest)
         return self._length if end is None else end

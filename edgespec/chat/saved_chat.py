@@ -1,6 +1,6 @@
-"""The `SavedChat` type, and its JSON format with validation.
+"""The `SavedChat` type, its JSON format and its validation.
 
-Its messages are a tree, so that a message can have several versions.
+The messages form a tree, so that a message can have several versions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def title_of(messages: Sequence[Message]) -> str:
 
 
 class ModelReferences(NamedTuple):
-    """The models that a chat last used, as `--target` and `--draft` accept them. Empty if unknown."""
+    """The models a chat last used, in the form `--target` and `--draft` accept, or empty if unknown."""
 
     target: str = ""
     draft: str = ""

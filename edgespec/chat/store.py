@@ -1,4 +1,4 @@
-"""Store saved chats as JSON files, written atomically and validated on reading, and search them."""
+"""Store and search chats, saved as JSON files that are written atomically and validated when read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgespec.system.files import (
 
 __all__ = ["ChatStore", "FoundChat", "StoredChat", "find_chat", "search"]
 
-# Maximum time in seconds to wait while another program is saving a chat.
+# Timeout in seconds for acquiring the lock while another program is saving a chat.
 _LOCK_SECONDS = 5.0
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 
@@ -63,8 +63,7 @@ class ChatStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
-        # The entries read so far, by file name, each with the file's modification time and size to detect
-        # changes.
+        # Cached entries, keyed by file name, with the file's modification time and size to detect changes.
         self._entries: dict[str, tuple[tuple[int, int], StoredChat]] = {}
 
     def new_id(self) -> str:
@@ -279,7 +278,7 @@ class FoundChat(NamedTuple):
 
     Attributes:
         chat: The chat.
-        line: The best matching line of the messages. Empty if the title contains all words.
+        line: The best-matching line in the messages. Empty if the title contains all words.
     """
 
     chat: StoredChat
@@ -321,7 +320,7 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
 
 
 def _best_line(chat: StoredChat, words: Sequence[str]) -> str:
-    """Return the line that contains the most of `words`, from shortly before the first of them."""
+    """Return the line that contains the most of `words`, starting shortly before the first match."""
     lines = chat.folded_text.splitlines()
     with_all = (number for number, line in enumerate(lines) if all(word in line for word in words))
     number = next(with_all, -1)

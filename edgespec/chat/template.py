@@ -37,7 +37,7 @@ from edgespec.system.waiting import check_cancelled, wait_for
 
 __all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings"]
 
-# Maximum number of 50 ms waits for a rendered prompt, about 20 seconds.
+# Maximum number of polls for a rendered prompt. Each waits 50 ms, so the limit is about 20 seconds.
 _MAX_POLLS = 400
 
 
@@ -160,7 +160,10 @@ class ChatTemplate:
         return on != off
 
     def _rejection(self, reason: str, progress: Progress | None) -> TemplateError:
-        """Return the error for rejected messages, which says whether a different chat may help."""
+        """Return the error for rejected messages.
+
+        Probes show whether the template rejects every chat or only this one, which determines the advice.
+        """
         form = self._content_form("user", progress) or "text"
         # Some templates require a system prompt.
         probes = [PROBES["user"], PROBES["system"]]
@@ -194,7 +197,7 @@ class ChatTemplate:
                     found = form
                     break
                 rejected = rejected or "error" in reply
-            # A template that rejects the probe may accept other messages.
+            # A template that rejects the probe may still accept other messages, so default to plain text.
             self._forms[kind] = found or ("text" if rejected else None)
         return self._forms[kind]
 

@@ -1,7 +1,7 @@
 """Quirks of chat templates, and changes that adapt conversations to them.
 
-Publishers write chat templates freely, so templates differ in the conversations that they accept. All
-handling of such differences is in this module:
+Publishers write chat templates freely, so templates differ in the conversations that they accept. This
+module handles all such differences:
 
 - `CONTENT_FORMS`: the formats in which templates expect the text of a message. A probe finds out which one a
   template needs for each kind of message, because some templates omit the text without an error.
@@ -47,7 +47,7 @@ CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 )
 """Message content formats, keyed by name. The first one that makes the text appear in the prompt is used."""
 
-# A word that no template contains or alters.
+# A word that no template contains. Templates change at most its case.
 PROBE_TEXT = "qzprobetextzq"
 
 _INSTRUCTIONS = """\
@@ -105,7 +105,7 @@ class SourceQuirks:
 
 
 Change: TypeAlias = "Callable[[Sequence[Message], ToolSupport], Sequence[Message]]"
-"""A change for templates that reject the messages. Messages that need no change are returned unchanged."""
+"""A function that rewrites messages for templates that reject them. Other messages are left unchanged."""
 
 
 def accepted_variants(messages: Sequence[Message], tool_support: ToolSupport) -> Iterator[Sequence[Message]]:

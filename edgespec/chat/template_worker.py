@@ -32,7 +32,7 @@ __all__ = [
 CPU_SECONDS = 2.0
 # Maximum length of a template's error message in characters.
 _MAX_ERROR_CHARACTERS = 300
-# Advice that Python appends to its error about long integers. It does not help users, so remove it.
+# Advice that Python appends to its error about long integers. It does not help users, so it is removed.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 

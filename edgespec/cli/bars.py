@@ -1,4 +1,4 @@
-"""Draw the memory plan in the terminal, with a bar and a table for each memory pool."""
+"""Draw the memory plan in the terminal as a bar and a table per memory pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
 _POOLS = {"memory": "memory", "gpu": "GPU memory"}
-# Parts of internal memory item names, and the text that replaces them on the screen.
+# Maps parts of internal memory item names to the text shown instead.
 _SHOWN_TERMS = {
     "target ": "model ",
     "draft ": "draft model ",
@@ -175,7 +175,7 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 
 def _spread(spread: SpreadPrediction) -> list[str]:
-    """Return sentences that describe a model's speed when it runs on several machines."""
+    """Return sentences describing how fast a model runs when split across machines."""
     seconds = rate(spread.send_seconds)
     lines = [f"Sending the model to the workers takes at least {seconds} s, unless they have cached it."]
     if spread.tokens_per_second is not None:

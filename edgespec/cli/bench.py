@@ -139,8 +139,8 @@ def command(
     """Measure how much each method speeds up replies to different kinds of prompts.
 
     The model answers every prompt without the speed-up and with each method. The order changes from prompt to
-    prompt, so that a slowdown of the machine affects all methods equally. The report ends with a legend and a
-    conclusion. If you press Ctrl-C, the report covers everything measured so far.
+    prompt, so that all methods are affected equally if the machine slows down. The report ends with a legend
+    and a conclusion. If you press Ctrl-C, the report covers everything measured so far.
     """
     reject_remember(options)
     texts = _texts(prompts, categories)

@@ -91,8 +91,8 @@ def command(
 
     `edgespec chat MODEL` is short for `edgespec chat --target MODEL`. If you name no model, a saved chat
     opens with its own models. A new chat opens with the default that you chose in the list of models (F9), or
-    else with the models that you used last. The first chat is with SmolLM2, a small model that
-    `scripts/setup` installs, or with a tiny demo model if that is missing.
+    else with the models that you used last. The first chat uses SmolLM2, a small model that `scripts/setup`
+    installs, or a tiny demo model if that is missing.
     """
     are_remembered = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:
@@ -242,7 +242,7 @@ def _is_here(reference: str) -> bool:
 
 
 def _lasting(reference: str) -> str:
-    """Return the reference, made absolute if it is a path, so that it is valid in any folder."""
+    """Return the reference, with a path made absolute so that it is valid in any folder."""
     path = Path(reference)
     return str(path.resolve()) if path.exists() else reference
 

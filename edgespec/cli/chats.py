@@ -55,7 +55,7 @@ def command() -> None:
 )
 @json_option
 def list_chats(as_json: bool) -> None:
-    """List all saved chats: pinned chats first, then the newest."""
+    """List all saved chats, pinned chats first, then newest first."""
     _print_found("", as_json)
 
 
@@ -153,11 +153,11 @@ def show_chat(chat: str, as_json: bool) -> None:
 @click.argument("file", type=OutputPath(), required=False)
 @json_option
 def export_chat(chat: str, file: str | None, as_json: bool) -> None:
-    """Write CHAT to the new file FILE, whose extension selects the format: .md, .html or .json.
+    """Export CHAT to a new file. The extension of FILE selects the format: .md, .html or .json.
 
-    A JSON file contains all versions of the messages, and `edgespec chats import` reads it. Without FILE, the
-    chat is written to a Markdown file in the current folder. If FILE is -, the Markdown is written to
-    standard output.
+    A JSON file contains all versions of the messages and can be imported with `edgespec chats import`.
+    Without FILE, the chat is written to a Markdown file in the current folder. If FILE is -, the Markdown is
+    written to standard output.
     """
     from edgespec.chat.exporting import as_markdown, write_export
 
@@ -186,9 +186,9 @@ def export_chat(chat: str, file: str | None, as_json: bool) -> None:
 @click.argument("file", type=click.Path())
 @json_option
 def import_chats(file: str, as_json: bool) -> None:
-    """Add the chats in FILE, which ChatGPT, Claude, Open WebUI or edgespec exported as JSON or ZIP.
+    """Import the chats in FILE, a JSON or ZIP export from ChatGPT, Claude, Open WebUI or edgespec.
 
-    Each run adds the chats as new chats, even if they were imported before.
+    Each run adds new chats, even if the same ones were imported before.
     """
     from edgespec.chat.importing import ExportedChats
     from edgespec.tui.commands.chats import imported_text

@@ -29,7 +29,7 @@ class CheckedWorker:
 
     Attributes:
         address: The worker's address.
-        status: What the worker reports about itself. None if it is not reachable.
+        status: What the worker reports about itself. None if it is unreachable.
         link: The speed of the connection. None if it could not be measured.
         error: Why a model cannot use the worker now. None if it can.
     """
@@ -41,7 +41,7 @@ class CheckedWorker:
 
     @property
     def finding(self) -> str:
-        """The worker's status in words, preceded by the error if there is one."""
+        """The worker's status as text, preceded by the error, if any."""
         facts = []
         if self.status is not None:
             devices = (

@@ -39,9 +39,9 @@ class _Row:
 
     Attributes:
         value: The value, for JSON output.
-        shown: The value as text, or a description of the default if the setting is not set.
+        shown: The value as text, or a description of the default if the setting is unset.
         source: `environment`, `file` or `default`.
-        where: The name of the variable or the path of the file. Empty for defaults.
+        where: The environment variable or the path of the file. Empty for defaults.
     """
 
     value: Any
@@ -68,8 +68,8 @@ class _Row:
 def command(ctx: click.Context, as_json: bool) -> int:
     """Show all settings, their values and where each value was set.
 
-    Command line options override environment variables such as EDGESPEC_TARGET. These in turn override the
-    settings file, with lines such as target = "8b-q4", and the file overrides the defaults. A section of the
+    Command line options override environment variables such as EDGESPEC_TARGET, which override the settings
+    file, which overrides the defaults. The file contains lines such as target = "8b-q4". A section of the
     file, such as [chat], applies only to that command. The exit status is 1 if a setting is invalid.
     """
     if ctx.invoked_subcommand is not None:
@@ -105,7 +105,7 @@ def _print_problems(settings: Settings) -> int:
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """Return the settings that are set specifically for the command `name`."""
+    """Return the settings that apply only to the command `name`."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)

@@ -51,7 +51,7 @@ class Check:
     Attributes:
         ok: False if there is a problem.
         finding: The result in words.
-        next_step: What the user can do about a problem. May be empty.
+        next_step: What the user can do about the problem. May be empty.
     """
 
     name: str
@@ -71,9 +71,9 @@ class Check:
 def command(as_json: bool, workers: str | None) -> int:
     """Check this machine, the installed libraries, the folders and the settings, and run the default model.
 
-    Each warning says what to do next. To detect full and read-only disks, edgespec writes a small file to
-    each folder and deletes it again. With --workers, it also checks each worker and measures the connection
-    to it. The exit status is 1 if the default model does not run, or if a worker cannot be used.
+    Each warning says what to do next. To detect full and read-only disks, edgespec writes and deletes a small
+    file in each folder. With --workers, it also checks each worker and measures the connection to it. The
+    exit status is 1 if the default model does not run, or if a worker cannot be used.
     """
     from edgespec.api.machine import inspect_machine
     from edgespec.cli.checked_workers import check_workers

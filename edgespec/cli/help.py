@@ -1,4 +1,4 @@
-"""The names of all commands, and help with examples and titled option groups.
+"""Command names, and help with examples and titled option groups.
 
 Each command's module is imported on first use. Errors about unknown commands suggest the nearest names.
 """
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# The names of all commands, in the order of the help text.
+# The names of all commands, in the order in which the help lists them.
 COMMANDS = (
     "chat",
     "generate",
@@ -91,7 +91,7 @@ class SectionOption(click.Option):
         super().__init__(*args, **settings)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the option's columns in the help. Flags are shown as `--[no-]name`."""
+        """Return the option's row in the help. Flags are shown as `--[no-]name`."""
         record = super().get_help_record(ctx)
         return (f"--[no-]{self.opts[0][2:]}", record[1]) if record and self.secondary_opts else record
 
@@ -136,7 +136,7 @@ class HelpfulCommand(_Helpful):
             word = shlex.quote(rest[0])
             hint = f"to choose a model, use --target {word}"
             if named := ctx.params.get("model"):
-                # The user probably knows `ollama run MODEL PROMPT`.
+                # The user is probably used to `ollama run MODEL PROMPT`.
                 hint = f"to get one reply, use: edgespec generate --target {shlex.quote(named)} {word}"
             raise click.UsageError(f"unexpected argument {word}; {hint}", ctx)
         return rest

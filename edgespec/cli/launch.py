@@ -36,7 +36,7 @@ class _Server:
 
     Attributes:
         url: The server's address, without a path.
-        model: The model that the program should name.
+        model: The model that the program should request.
         key: The API key. A placeholder if the server needs none, because many programs require a key.
         context_tokens: The model's context length, which tells agents when to shorten the conversation. None
             if the server is not running.
@@ -58,7 +58,7 @@ class _Client:
         use: How to use the program once it is configured. `{path}` stands for the configuration file.
         path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
             edit it without risking the user's other settings.
-        shared: Whether the file is a list to which edgespec adds one entry. Entries of the user are kept.
+        shared: Whether the file is a list to which edgespec adds one entry. The user's own entries are kept.
     """
 
     about: str

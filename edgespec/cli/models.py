@@ -466,7 +466,7 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
 def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     """Delete an alias, or a model or head in the Hugging Face cache, which other programs may also use.
 
-    Models of Ollama and LM Studio, and your own files, are never deleted.
+    Your own files, and models that belong to Ollama or LM Studio, are never deleted.
     """
     from edgespec.store.catalogue import user_aliases
     from edgespec.store.installed import plan_removal

@@ -148,7 +148,7 @@ class Shown:
 
 
 def _count_text(count: int) -> str:
-    """Format a number of parameters, such as `8.03 B`."""
+    """Format a parameter count, such as `8.03 B`."""
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 

@@ -108,7 +108,7 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
 
 class PromptText(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """The click parameter type for text that the model reads."""
+    """The click parameter type for text that is passed to the model."""
 
     name = "text"
 
@@ -119,7 +119,7 @@ class PromptText(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 class OutputPath(click.Path):
     """The click parameter type for the path of a new file or folder.
 
-    An empty string, for example from an unset shell variable, is rejected, because it would mean the current
+    Rejects an empty string, for example from an unset shell variable, because it would refer to the current
     folder.
 
     Args:
@@ -290,8 +290,7 @@ def _complete_preset(_ctx: click.Context, _param: click.Parameter, typed: str) -
     return [CompletionItem(name) for name in preset_names() if name.startswith(typed)]
 
 
-# The option is eager so that click handles it first, because the preset changes the defaults of other
-# options.
+# The option is eager so that click processes it first. The preset changes the defaults of other options.
 preset_option: Decorator = click.option(
     "--preset", metavar="NAME", is_eager=True, expose_value=False, callback=_use_preset,
     shell_complete=_complete_preset,

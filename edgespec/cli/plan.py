@@ -40,9 +40,9 @@ def command(as_json: bool, **options: Any) -> int:
 
     Nothing is downloaded, and no model stays loaded. If the model is not on this machine, edgespec reads its
     metadata from Hugging Face. Options that you set yourself are never reduced. The cache of earlier chats is
-    listed separately because it is freed when memory runs low. With --workers, each machine's part is listed,
-    with the speed of the connection to it. The exit status is 0 even if the model does not fit, so scripts
-    should check `fits` in the --json output.
+    listed separately because it is freed when memory runs low. With --workers, each machine's share is listed
+    along with the speed of the connection to it. The exit status is 0 even if the model does not fit, so
+    scripts should check `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if preview.plan.unused_experts:

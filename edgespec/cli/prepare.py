@@ -70,7 +70,7 @@ def command() -> None:
 @_to_option
 @json_option
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
-    """Split MODEL into two files, so that its first layers can work as its draft model.
+    """Split MODEL into two files, so that its first layers can serve as its draft model.
 
     With `--method layerskip`, this speeds up models that were trained for early exit. edgespec checks that
     the two files give the same replies as the original, which you can then delete: all other methods work

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# Reply options that `race` does not offer, because a race cannot show their results.
+# Reply options that `race` omits, because it cannot show their results.
 _UNUSED = ("logprobs",)
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 # Minimum width of the terminal in columns. In a narrower one, two columns would be unreadable, so only the
@@ -112,7 +112,7 @@ def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Ra
 
 
 def _play(picture: Picture, stop: Stop) -> None:
-    """Show the race below the cursor at its measured speeds. After a stop request, skip to the end."""
+    """Play the race below the cursor at its measured speeds. After a stop request, skip to the end."""
     from edgespec.bench.race_pictures import styled
 
     sys.stdout.write("\n" * picture.rows)

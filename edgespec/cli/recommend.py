@@ -56,7 +56,7 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     """Recommend a model for this machine, and predict the speed of every model that can run on it.
 
     The first time, edgespec measures how fast this machine is, which takes up to 20 seconds. Nothing is
-    downloaded. The predictions are for short chats, and for times when no other program is busy.
+    downloaded. Predictions assume short chats on an otherwise idle machine.
     """
     result = interruptible(lambda stop: _recommend(stop, task, measure, sizes))
     note(result.machine.notice)

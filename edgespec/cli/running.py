@@ -42,7 +42,7 @@ __all__ = [
 
 _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
-# Minimum remaining time in seconds that is printed if stderr is not a terminal.
+# If stderr is not a terminal, print the remaining time only if it is at least this many seconds.
 _MIN_REPORTED_SECONDS = 10.0
 
 
@@ -118,7 +118,7 @@ def duration_text(seconds: float) -> str:
 
 
 class RepliesProgress(ProgressLine):
-    """A progress bar that shows the current reply and the estimated remaining time.
+    """A progress bar that shows the current reply and the estimated time remaining.
 
     If stderr is not a terminal, the remaining time is printed once, after the first reply.
     """
@@ -139,7 +139,7 @@ class RepliesProgress(ProgressLine):
         return super().__call__(f"{bar} {rest}{description}", fraction)
 
     def _seconds_left(self, description: str, fraction: float) -> float:
-        """Estimate the remaining time in seconds. Return 0 until the first reply has finished."""
+        """Return the estimated time remaining in seconds, or 0 until the first reply has finished."""
         now = monotonic()
         if not fraction:
             if description != self._current:

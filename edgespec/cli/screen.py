@@ -1,4 +1,4 @@
-"""Print results to stdout and everything else to stderr. Use colours only on terminals."""
+"""Print results to stdout and everything else to stderr, with colours only on terminals."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 def _chat_words(ctx: click.Context, args: Sequence[str]) -> list[str]:
-    """Return the command line of a chat process, including the options that `serve` passes on.
+    """Return the command line for a chat process, including the options that `serve` passes on.
 
     Args:
         ctx: The context of `serve`.

@@ -65,7 +65,7 @@ class SettingValue:
     Attributes:
         value: The value, converted to the type of its option.
         source: ENVIRONMENT or DEFAULT_MAP (the settings file).
-        where: The path of the file, or the name of the variable.
+        where: The path of the file, or the name of the environment variable.
     """
 
     value: Any
@@ -273,7 +273,7 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
 
 
 def ignore_setting(ctx: click.Context, name: str) -> None:
-    """Stop errors from naming the source of a setting, because another value replaces the setting."""
+    """Exclude a setting's source from error messages, because another value has replaced the setting."""
     ctx.meta.get(_USED_KEY, {}).pop(name, None)
 
 

@@ -1,4 +1,4 @@
-"""`edgespec train`: train a head or a draft model for a model of the user's choice."""
+"""`edgespec train`: train a head or a draft model for a given model."""
 
 from __future__ import annotations
 

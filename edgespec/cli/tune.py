@@ -58,9 +58,9 @@ _SKILLS = ("code", "copy", "explain", "howto")
 )
 @json_option
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
-    """Find the fastest way to speed up a model on this machine: the method and the draft length.
+    """Find the fastest method and draft length for a model on this machine.
 
-    edgespec measures how fast the model checks several tokens at once, and then tries each method with a few
+    edgespec measures how fast the model checks several tokens at once, then tries each method on a few
     prompts. It saves the measurements, so that later replies can use them. The report ends with a
     recommendation.
     """

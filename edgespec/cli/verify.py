@@ -1,4 +1,4 @@
-"""`edgespec verify`: check that drafting does not change the replies of the user's models."""
+"""`edgespec verify`: check that drafting does not change a model's replies."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _verify(
 
 
 def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, Any]) -> str:
-    """Describe how many replies `verify` will generate, and how that number is made up."""
+    """Describe how many replies `verify` will generate, and how that number breaks down."""
     factors = [
         counted(prompts, "prompt"),
         counted(len(compared["temperatures"]), "temperature"),
@@ -219,7 +219,7 @@ def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, An
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return two prompts from each category, because all prompts would take hours on a large model."""
+    """Return two prompts from each category, because running all of them can take hours on a large model."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)

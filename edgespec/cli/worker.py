@@ -66,10 +66,10 @@ _DEFAULT_ADDRESS = "127.0.0.1:50052"
 def command(trusts_network: bool, **options: Any) -> int:
     """Let a model that runs on another machine use the memory and processors of this one.
 
-    The easiest way is to start nothing here: on the other machine, add `--workers ssh://THIS-MACHINE`, which
-    connects with SSH and starts the worker.
+    The easiest way is to run nothing here: on the other machine, add `--workers ssh://THIS-MACHINE`, which
+    connects over SSH and starts the worker.
 
-    Otherwise, start the worker here, and name its address with --workers on the other machine. Without
+    Otherwise, start the worker here, and pass its address to --workers on the other machine. Without
     --i-trust-this-network, only programs on this machine can connect to it. A worker runs one model at a
     time, and needs the same version of llama-cpp-python as the other machine. When it is ready, it prints its
     address, versions, devices and memory as a line of JSON.

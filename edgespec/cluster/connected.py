@@ -34,7 +34,7 @@ _CLOSE_SECONDS = 2.0
 class ConnectedWorkers:
     """Reserves a target's workers until `close`, and starts those that are reached over SSH.
 
-    Calls that reach the workers go through `call`.
+    Calls that depend on the workers go through `call`.
 
     Args:
         machines: The machines named in `--workers`.
@@ -123,8 +123,8 @@ class _GuardedCalls:
     llama.cpp aborts the process if it loses a worker, and waits forever for a worker that hangs. In both
     cases, the thread that called llama.cpp is abandoned and stays blocked until the process exits.
 
-    A pass on workers can take seconds, so `interrupt` makes the caller return immediately. The thread
-    finishes the pass before it runs later calls.
+    A pass on workers can take seconds, so after `interrupt`, the caller soon returns without waiting for the
+    pass. The thread still finishes the pass before it runs later calls.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class _GuardedCalls:
             self._changed.wait_for(lambda: self._lost, timeout_seconds)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """End the thread after its current call.
+        """Stop the thread after all earlier calls.
 
         Args:
             last: A final call to run. Skipped if a worker was lost or an abandoned call does not return.

@@ -13,7 +13,7 @@ __all__ = ["fnv1a"]
 
 _START, _PRIME = 0xCBF29CE484222325, 0x100000001B3
 _MODULUS = 1 << 64
-# The lowest byte of the prime. Multiplying by it gives the lowest byte of the next hash.
+# Lowest byte of the prime, which is all that is needed to compute the lowest byte of each hash.
 _LOW_PRIME = np.uint8(_PRIME & 0xFF)
 # A block is split into `_LANES` lanes of `_STEPS` consecutive bytes. NumPy processes one byte of every lane
 # at once.
@@ -24,14 +24,14 @@ _Bytes = NDArray[np.uint8]
 
 
 def fnv1a(file: BinaryIO, goes_on: Callable[[], bool]) -> int | None:
-    """Return the hash of a file, at about 60 MB per second.
+    """Return the FNV-1a hash of a file. Processes about 60 MB per second.
 
-    FNV-1a updates the hash h to (h ^ byte) * prime. What `^` adds to h depends only on the lowest byte of h,
-    so these bytes are computed first. The hash is then a sum of products.
+    FNV-1a updates the hash h to (h ^ byte) * prime. The XOR changes only the lowest byte of h, so the lowest
+    bytes of all intermediate hashes are computed first. The final hash is then a sum of products.
 
     Args:
         file: The file, which is read from its current position.
-        goes_on: Called for each block. If it returns False, hashing stops and the result is None.
+        goes_on: Called before each block is hashed. If it returns False, the result is None.
 
     Raises:
         OSError: The file cannot be read.
@@ -53,18 +53,18 @@ def _next(value: int, block: _Bytes) -> int:
     # Row i holds byte i of each lane.
     given = np.ascontiguousarray(block.reshape(_LANES, _STEPS).T)
     mixed = _mixed_low_bytes(value & 0xFF, given)
-    # `mixed` holds the lowest byte of the hash after mixing in each byte, and `mixed ^ given` the lowest byte
-    # before.
+    # `mixed` holds the lowest byte of the hash after the XOR with each byte, and `mixed ^ given` the lowest
+    # byte before it.
     added = mixed.astype(np.int64) - (mixed ^ given)
     total = int(np.einsum("ij,ij->", added.view(np.uint64), _powers()))
     return (total + value * pow(_PRIME, _BLOCK_BYTES, _MODULUS)) % _MODULUS
 
 
 def _mixed_low_bytes(low: int, given: _Bytes) -> _Bytes:
-    """Return the lowest byte of the hash after the `^` with each byte, computed one bit at a time.
+    """Return the lowest byte of the hash after the XOR with each byte, computed one bit at a time.
 
-    Each bit of a product is the factor's bit, flipped or not depending on the factor's lower bits. It is
-    therefore the XOR of all earlier flips.
+    Multiplying by the prime either keeps or flips each bit, depending only on lower bits. Each bit of the
+    hash is therefore the XOR of all flips so far.
     """
     mixed = np.zeros_like(given)
     for place in range(8):
@@ -82,7 +82,7 @@ def _mixed_low_bytes(low: int, given: _Bytes) -> _Bytes:
 
 @cache
 def _powers() -> NDArray[np.uint64]:
-    """Return the factor by which each byte of a block contributes to the hash."""
+    """Return the power of the prime that multiplies each byte's contribution to the hash."""
     powers = [_PRIME]
     for _ in range(_BLOCK_BYTES - 1):
         powers.append(powers[-1] * _PRIME % _MODULUS)

@@ -25,7 +25,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _SIZES = struct.Struct("<IQ")
 _MAX_HEADER_BYTES = 1 << 23
-# Data is sent and received in chunks of this size, because the connection's timeout applies to each chunk.
+# Chunk size in bytes for sending and receiving data. The connection's timeout applies to each chunk rather
+# than to the whole message.
 _PART_BYTES = 1 << 20
 
 
@@ -50,7 +51,7 @@ class LayerChild:
     Args:
         connection: The connection to the target. The child process uses a duplicate of it.
         memory_bytes: The memory limit for weights.
-        cache: Folder for received weights, or None to keep none.
+        cache: Folder for received weights, or None to disable the cache.
 
     Raises:
         EdgespecError: The process cannot be started.
@@ -87,17 +88,17 @@ class MessageConnection:
         self._sending = threading.Lock()
 
     def send(self, header: Mapping[str, Any], data: Buffer = b"") -> None:
-        """Send a message. Raises OSError."""
+        """Send a message. Raises OSError if the connection fails."""
         encoded = json.dumps(header).encode()
         start = _SIZES.pack(len(encoded), len(data)) + encoded
         with self._sending:
-            # Send a small message in a single packet.
+            # Send the header with the first chunk of data, so that a small message fits in a single packet.
             self._connection.sendall(start + bytes(data[:_PART_BYTES]))
             for first in range(_PART_BYTES, len(data), _PART_BYTES):
                 self._connection.sendall(data[first : first + _PART_BYTES])
 
     def beat(self) -> None:
-        """Send an empty message, unless a message is being sent. Raises OSError."""
+        """Send an empty message, unless a message is being sent. Raises OSError if the connection fails."""
         if self._sending.acquire(blocking=False):
             try:
                 self._connection.sendall(bytes(_SIZES.size))

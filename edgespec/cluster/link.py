@@ -47,8 +47,8 @@ _ASK_AGAIN_SECONDS = 0.25
 SILENCE_SECONDS = 8.0
 _SIZE = struct.Struct("<Q")
 _ROUND_TRIPS = 9
-# Duration in seconds at which the speed test stops sending ever larger messages. Starting small keeps the
-# test short on a slow network.
+# The speed test sends larger and larger messages until one takes this many seconds. Starting small keeps the
+# test short on slow networks.
 _ENOUGH_SECONDS = 0.1
 _FIRST_BYTES, _MAX_BYTES, _GROWTH = 1 << 16, 1 << 26, 4
 _CHUNK = bytes(1 << 20)
@@ -99,12 +99,12 @@ def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, libr
     """Return the memory that a target may use on a worker.
 
     Args:
-        address: The worker, with the memory that the user asked for.
-        status: What the worker reports about itself.
+        address: The worker, with the memory that the user requested.
+        status: The worker's status.
         library: The library that runs the target, with its version on this machine.
 
     Raises:
-        WorkerError: The worker is busy, or lacks the library or has another version of it.
+        WorkerError: The worker is busy, lacks the library or has a different version of it.
         MemoryBudgetError: The worker offers less memory than requested.
     """
     if status.busy:
@@ -146,7 +146,8 @@ class Link:
         memory_bytes: The memory that the target may use on the worker.
 
     Raises:
-        WorkerError: The worker is unreachable, busy, not a worker, or has another version.
+        WorkerError: The worker is unreachable, is busy or has a different version, or the address is not a
+            worker's.
         MemoryBudgetError: The worker offers less memory than requested.
     """
 
@@ -190,7 +191,7 @@ class Link:
 
 
 def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
-    """Connect to a worker. Unless the returned status is busy, the worker is now reserved."""
+    """Connect to a worker and reserve it, unless the returned status says that it is busy."""
     end = time.monotonic() + _BUSY_SECONDS
     connection, status = _ask_to_lead(address)
     while status.busy and time.monotonic() < end:
@@ -304,7 +305,7 @@ def _seconds(connection: socket.socket, size: int) -> float:
 
 
 def answer_messages(connection: socket.socket) -> None:
-    """Answer the messages of `measure_link`, until the other side closes the connection.
+    """Answer messages from `measure_link` until the other side closes the connection.
 
     Raises:
         OSError: The connection was lost.

@@ -1,6 +1,6 @@
-"""The machines that share the layers of a target.
+"""The machines that share a target's layers, as listed in `--workers`.
 
-`--workers` lists them. The layers are divided among their devices in proportion to memory.
+Layers are divided among the machines' devices in proportion to memory.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def split_layers(layer_bytes: Sequence[int], capacities: Sequence[int]) -> list[
     """Assign consecutive layers to devices. Return the layer count per device, or None if they do not fit.
 
     Args:
-        layer_bytes: The memory of each layer.
-        capacities: The memory that layers may use on each device, in layer order. 0 or less if there is none.
+        layer_bytes: The memory that each layer needs.
+        capacities: The memory available for layers on each device, in layer order. Can be 0 or negative.
     """
     rooms = [max(0, each) for each in capacities]
     if not sum(rooms):

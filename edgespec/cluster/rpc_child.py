@@ -28,7 +28,7 @@ _PROBE_SECONDS = 5.0
 # Commands of the RPC protocol. A connection begins with HELLO.
 HELLO, _DEVICE_MEMORY, _DEVICE_COUNT = 14, 11, 15
 # HELLO exchanges the transports that each side supports. The request has 24 bytes, all 0 for TCP. The
-# response has three version bytes, a padding byte and the same 24 bytes.
+# response has three version bytes, a padding byte and 24 bytes in the same format.
 _TRANSPORTS = bytes(24)
 _HELLO_RESPONSE_BYTES = 28
 _MAX_DEVICES = 16
@@ -38,7 +38,7 @@ class RpcChild:
     """A running RPC server. It writes a byte to `beats` every second.
 
     Args:
-        cache: Folder for received weights, or None to keep none.
+        cache: Folder for received weights, or None to disable the cache.
         threads: Number of CPU threads, or None for the default.
 
     Attributes:

@@ -38,7 +38,7 @@ _OPTIONS = (
 )  # fmt: skip
 # A login shell sets PATH as in a terminal. We add ~/.local/bin, because some systems leave it out.
 _COMMAND = """exec $SHELL -lc 'exec env PATH="$PATH:$HOME/.local/bin" edgespec worker --listen {address}'"""
-# Ports that Linux and macOS do not assign to programs that request any free port.
+# Worker ports, chosen outside the ranges from which Linux and macOS assign ephemeral ports.
 _WORKER_PORTS = range(20000, 32768)
 # Number of attempts to start a worker, because another program can take one of the two ports before it is
 # used.
@@ -48,7 +48,7 @@ _ATTEMPTS = 4
 _START_SECONDS = 60.0
 # Seconds between checks for cancellation while waiting.
 _POLL_SECONDS = 0.1
-# Time in seconds for workers and `ssh` processes to exit before `ssh` is killed.
+# Seconds that workers and `ssh` processes have to exit before `ssh` is killed.
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20
@@ -287,7 +287,7 @@ def _printed_port(line: bytes) -> object:
 
 
 def _read_lines(stream: IO[bytes], add: Callable[[bytes], None]) -> None:
-    """Pass each line to `add`, and an empty one at the end."""
+    """Pass each line of the stream to `add`, then an empty one at the end."""
     with suppress(OSError, ValueError), stream:
         while line := stream.readline(_MAX_LINE_BYTES):
             add(line)

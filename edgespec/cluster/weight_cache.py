@@ -91,7 +91,7 @@ class WeightCache:
         return self.folder
 
     def disk_warning(self) -> str:
-        """Return a warning about low disk space in the folder, or an empty string."""
+        """Return a warning if the disk is nearly full, or an empty string."""
         with suppress(OSError):
             if (free := free_bytes(self.folder)) < _LOW_DISK_BYTES:
                 return (

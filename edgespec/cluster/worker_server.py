@@ -43,9 +43,9 @@ _UNREACHABLE_SECONDS = 60
 _TCP_RXT_CONNDROPTIME = 0x80
 # Seconds between the heartbeats (spaces) that a waiting client receives.
 _BEAT_SECONDS = 1.0
-# Seconds between checks that the server is still open.
+# Seconds between checks for whether the server has been closed.
 _POLL_SECONDS = 0.2
-# Main memory in bytes that a worker does not offer by default.
+# Main memory in bytes that a worker without a GPU does not offer, so that other programs can use it.
 _RESERVE_BYTES = 512 * 2**20
 
 
@@ -78,10 +78,10 @@ class _SilentConnections:
 class WorkerServer:
     """Listens on one port for a target on another machine. `close` can be called from any thread.
 
-    A target opens two kinds of connections. The first one reserves the worker until the target closes it, and
-    carries a heartbeat byte from the RPC server every second. The others are accepted only while the worker
-    is reserved. A GGUF target's connections are relayed to the RPC server. An MLX target's connection is
-    handed to a child process, of which there is at most one.
+    A target's first connection reserves the worker until the target closes it, and carries a heartbeat byte
+    from the RPC server every second. Further connections are accepted only while the worker is reserved. A
+    GGUF target's connections are relayed to the RPC server. An MLX target's connection is handed to a child
+    process, of which there is at most one.
 
     The RPC server is a child process too. After each target, it is replaced to free its memory, and the child
     process for MLX layers is stopped.
@@ -91,10 +91,10 @@ class WorkerServer:
         host: The address to listen on.
         port: The port, or 0 for a free one.
         memory_bytes: The memory to offer, or None for the free memory.
-        cache: Keeps received weights, or None to keep none.
+        cache: Cache for received weights, or None to disable it.
         threads: Number of CPU threads, or None for the default.
         speed: The measured speed of this machine. See `WorkerStatus`.
-        note: Called with a line of text when a target connects or disconnects.
+        note: Called with a line of text for the log, for example when a target connects.
 
     Raises:
         WorkerError: The port is in use, the RPC server cannot be started, or the cache cannot be used.
@@ -299,7 +299,7 @@ class WorkerServer:
         self._is_closed = True
 
     def _forward_beats(self, child: RpcChild) -> None:
-        """Forward the RPC server's heartbeat to the target. Disconnect it when the server exits."""
+        """Forward the RPC server's heartbeat to the target. Disconnect the target if the server exits."""
         while beat := _read_beat(child):
             if (leader := self._leader) is not None:
                 with suppress(OSError):
@@ -310,7 +310,7 @@ class WorkerServer:
             if (leader := self._leader) is not None:
                 self._note("llama.cpp's RPC server exited and is being restarted")
                 with suppress(OSError):
-                    # `_lead` then replaces the RPC server.
+                    # This makes `_lead` replace the RPC server.
                     leader.shutdown(socket.SHUT_RDWR)
             else:
                 self._replace_child()
@@ -363,7 +363,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _greeting(connection: socket.socket) -> bytes:
-    """Return a client's first line. For an RPC client, return `_RPC` and receive nothing. Raises OSError."""
+    """Return a client's first line, or `_RPC` without consuming it for RPC clients. Raises OSError."""
     if connection.recv(1, socket.MSG_PEEK) == _RPC:
         return _RPC
     line = b""

@@ -28,7 +28,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The reasoning phase, which ends with the marker `close`. `tail` holds the last bytes so far."""
+    """The reasoning phase, which ends with the marker `close`. `tail` holds the most recent bytes."""
 
     close: bytes
     tail: bytes = b""
@@ -36,7 +36,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The phase between the reasoning and the answer. `allows_space` is whether whitespace may come next."""
+    """The phase between the reasoning and the answer. `allows_space` is true if whitespace may come next."""
 
     allows_space: bool = True
 
@@ -93,7 +93,7 @@ class AnswerStart:
                 self.phase = Answer()
 
     def after(self, phase: AnswerPhase, token: int) -> AnswerPhase:
-        """Return the phase after a token. If the token itself is part of the answer, this is `Answer`."""
+        """Return the phase after a token. A token that belongs to the answer leads to `Answer`."""
         if isinstance(phase, Unconstrained) or self._tokenizer.end_mask[token]:
             return Unconstrained()
         if isinstance(phase, Opening):
@@ -120,7 +120,7 @@ class AnswerStart:
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
     def allowed(self, phase: AnswerPhase) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that a phase allows in addition to those that the constraint allows.
+        """Return a mask of the tokens that a phase allows besides those allowed by the constraint.
 
         A reply must not end during its reasoning, because it would have no answer.
         """

@@ -38,7 +38,7 @@ _MAX_SHOWN_CHARACTERS = 300
 # Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _LOOK_AROUND = re.compile(r"lookarounds not supported yet; (Word|Start|End)")
-# Descriptions of the look-arounds that llguidance does not support, keyed by its names for them.
+# Descriptions of the look-arounds that llguidance does not support, keyed by llguidance's names.
 _LOOKS = {
     "Word": r"a word boundary, such as \b,",
     "Start": r"^ or \A after the start",
@@ -60,7 +60,7 @@ _TRIAL_CPU_SECONDS = 5.0
 _MAX_TRIAL_SECONDS = 30.0
 # Seconds to wait for a crashed process to exit.
 _TRIAL_EXIT_SECONDS = 5.0
-# Maximum number of constraints to compile concurrently. There is more than one, so that a slow constraint
+# Maximum number of constraints to compile concurrently. More than one is allowed, so that a slow constraint
 # does not delay all others.
 _MAX_TRIALS = 2
 
@@ -149,8 +149,8 @@ class ConstraintCompiler:
         if matcher.try_consume_tokens(given) < len(given):
             if text_may_precede:
                 return ConstraintProcessor(tokenizer, self._matcher(constraint), start)
-            # Say "constraint" rather than "grammar": if a reply may be tool calls or an answer, edgespec
-            # wrote the grammar, not the user.
+            # Say "constraint" rather than "grammar", because the user may not have written the grammar:
+            # edgespec generates one for replies that can contain either tool calls or an answer.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
                 f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
@@ -301,7 +301,7 @@ def _refused(option: str, text: str, message: str) -> OptionError:
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
-    """Return the path of the first matching subschema, formatted for a message, or an empty string."""
+    """Return the first matching subschema's path, formatted for a message, or "" if none matches."""
     places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
     found = next(places, None)
     return f" (in {_shortened(found)})" if found else ""
@@ -375,7 +375,7 @@ _trial_lock = Lock()
 
 @contextmanager
 def _borrowed_trial() -> Iterator[ConstraintTrial]:
-    """Provide a trial for exclusive use, waiting for one if all are in use."""
+    """Yield a trial for exclusive use, waiting for one if all are in use."""
     with _trial_places:
         try:
             trial = _idle_trials.pop()

@@ -86,7 +86,7 @@ def readable(message: str) -> str:
 
 
 def _choices(texts: Sequence[str]) -> str:
-    """Return a regular expression that matches the texts.
+    """Return a regular expression that matches any of the texts.
 
     A regular expression is used because a grammar would be limited to 2,000 alternatives.
     """

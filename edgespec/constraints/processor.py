@@ -51,8 +51,9 @@ class ConstraintProcessor(LogitsProcessor):
     """Masks the tokens that violate a constraint. Each instance serves one reply.
 
     `push` and `pop` only move between states. When a mask is needed, the matcher rolls back to the last
-    common token and consumes the tokens after it. Drafts are not masked, so they can contain forbidden
-    tokens. States after a forbidden token have no mask, because the target never chooses that token.
+    token shared with the current state, and consumes the tokens after it. Drafts are not masked, so they can
+    contain forbidden tokens. States after a forbidden token have no mask, because the target never chooses
+    that token.
 
     Args:
         tokenizer: The vocabulary.

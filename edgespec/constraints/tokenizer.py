@@ -26,7 +26,7 @@ _MAX_SPACE_BYTES = 4
 
 
 class ConstraintTokenizer:
-    """A vocabulary with the tables that constraints need. Building it takes up to a second.
+    """Wraps a vocabulary with the tables that constraints need. Creating one takes up to a second.
 
     Attributes:
         size: Number of tokens, and the length of all masks.
@@ -64,7 +64,7 @@ class ConstraintTokenizer:
 
     @cached_property
     def usual_end_token(self) -> int:
-        """The end token to emit if a constraint allows only end tokens: EOS, if it is one of them."""
+        """The end token to emit if a constraint allows only end tokens. EOS is preferred."""
         eos = self._vocabulary.tokenize(self._vocabulary.eos_text, special=True, start=False)
         return eos[0] if len(eos) == 1 and eos[0] in self.end_tokens else self.end_tokens[0]
 

@@ -181,7 +181,7 @@ class DrafterSet:
             )
 
     def _resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[tuple[str, ...], MethodReport]:
-        """Return a method's drafters and a report. The result is cached, because the UI requests it often."""
+        """Return a method's drafters and a report, which are cached because the UI requests them often."""
         key = (method, kind.constrained, kind.has_images)
         if key not in self._resolved:
             names, report = self._parsed(method, kind.constrained)
@@ -294,7 +294,7 @@ class DrafterSet:
 
 
 def _without_blind(names: tuple[str, ...], report: MethodReport) -> tuple[tuple[str, ...], MethodReport]:
-    """Exclude drafters that read the target's state, because the prompt contains images."""
+    """Exclude drafters that read the target's state, because they cannot see the images in the prompt."""
     kept = tuple(name for name in names if method_of_name(name).needs in ("draft model", "nothing"))
     if kept == names:
         return names, report

@@ -1,4 +1,4 @@
-"""A background thread that runs work between replies, such as online training of drafters."""
+"""Run background work between replies, such as online training of drafters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class IdleWorker:
     """Runs work in a background thread after each reply. Owned by one session.
 
     Attributes:
-        failures: Why idle work failed, keyed by drafter name. Failed work is not run again.
+        failures: Why idle work failed, keyed by drafter name. Failed work is not retried.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class IdleWorker:
         self._stopped.set()
 
     def join(self) -> None:
-        """Wait for the background thread to end. Call `stop` first."""
+        """Wait for the background thread to exit. Call `stop` first."""
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -93,7 +93,7 @@ def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: We
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # Remove the function from the list, so that objects it references can be freed after the call.
+    # Pop the function, so that objects it references can be freed after the call.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

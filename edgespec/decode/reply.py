@@ -1,4 +1,4 @@
-"""Types for replies: text chunks during generation, and the finished `Reply`."""
+"""Reply types: text chunks during generation, and the finished `Reply`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenLogprobs:
     is_end: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """Return the log-probability as the object that `generate --json` prints."""
+        """Return the log-probability as a JSON-compatible dict, as printed by `generate --json`."""
         alternatives = [
             {"token": each.token, "text": each.text, "logprob": each.logprob} for each in self.top
         ]
@@ -76,9 +76,9 @@ class MethodReport:
     """The drafting method of a reply, and its measured speed-up.
 
     Attributes:
-        requested: The method in the options, such as `auto`.
+        requested: The requested method, such as `auto`.
         effective: The drafters in use, joined by `+`, or `none`.
-        reason: The reason for the choice.
+        reason: Why these drafters are in use, or why none are.
         note: Messages about the drafters, the context and memory, such as error messages. Can be empty.
         gain: The speed-up over plain decoding, minus 1. For example, 0.6 means 1.6 times as fast. None if not
             measured.
@@ -111,12 +111,12 @@ class MethodReport:
 
     @property
     def speed_up_text(self) -> str:
-        """The speed-up with its standard error, such as `1.62x ± 0.08`. Empty if not measured."""
+        """The speed-up with its standard error, such as `1.62x ± 0.08`, or empty if not measured."""
         return "" if self.gain is None else f"{1 + self.gain:.2f}x ± {self._gain_error:.2f}"
 
     @property
     def loss_text(self) -> str:
-        """The slowdown, such as `13% ± 3%`. Empty if it is within two standard errors of zero."""
+        """The slowdown, such as `13% ± 3%`, or empty if it is within two standard errors of zero."""
         loss, error = -(self.gain or 0.0), self._gain_error
         return f"{loss:.0%} ± {error:.0%}" if loss > 2.0 * error else ""
 
@@ -128,7 +128,7 @@ class MethodReport:
 
     @property
     def _gain_error(self) -> float:
-        # Assume that no measurement of the speed-up is more precise than 1 %.
+        # Assume that the speed-up is never measured more precisely than to 1 %.
         return max(0.01, self.gain_uncertainty or 0.0)
 
 
@@ -146,13 +146,14 @@ class Reply:
         draft: Name of the draft model, or None.
         reasoning: The reasoning before the answer, without markers. Empty if the model did not reason.
         answer: The text without reasoning and tool calls. Empty if the reply ended before the answer.
-        tool_calls: The tools that the model calls. The last call is incomplete if the reply ended within it.
+        tool_calls: The model's tool calls. The last one is incomplete if the reply ended within it.
         logprobs: The log-probability of each token in `tokens`, if the option `logprobs` is set. Tokens of
             the stop string that ended the reply are left out, as is any part of it in the last token's text.
         prompt_logprobs: The log-probability of each token of the prompt, given the tokens before it, if
             `prompt_logprobs` is set. The first token's value is 0.
         heads: Names of the heads that were loaded to draft for the target.
-        context_full: Whether the reply ended because the context is full, with the finish reason `length`.
+        context_full: Whether the reply ended because the context was full. Its finish reason is then
+            `length`.
         exactness: Whether the reply is identical to plain decoding, and why. None if `edgespec.load` did not
             load the target.
     """
@@ -176,7 +177,7 @@ class Reply:
     exactness: Exactness | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return the reply as the object that `generate --json` prints."""
+        """Return the reply as a JSON-compatible dict, as printed by `generate --json`."""
         optional: dict[str, object] = {
             "stop_string": self.stop_string,
             "tool_calls": [call.to_json() for call in self.tool_calls],

@@ -34,7 +34,7 @@ _DEFAULT_MAX_TOKENS = 8192
 
 
 class StreamArguments(ReplyArguments, total=False):
-    """The options for a reply, and arguments that are available only in the Python API.
+    """Reply options, plus arguments that are available only in the Python API.
 
     Attributes:
         progress: Called while the prompt is prepared and during prefill. Returning False cancels the reply.
@@ -50,7 +50,7 @@ class StreamArguments(ReplyArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReplySettings:
-    """The validated options of one reply. `edgespec.ReplyArguments` describes most fields.
+    """Validated options for one reply. `edgespec.ReplyArguments` documents most of the fields.
 
     Attributes:
         constraint: The constraint that the answer must satisfy, or None.

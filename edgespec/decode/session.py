@@ -1,4 +1,4 @@
-"""Generate replies: a pool of sessions, one per concurrent reply, and the decoder that each session uses."""
+"""Generate replies with a pool of sessions, one per concurrent reply, and a decoder for each session."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from edgespec.system.checks import check_process
 
 __all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_target_step"]
 
-# Number of target passes between updates of the drafting statistics. Updating them after every pass would
-# slow down small models.
+# Number of target passes between updates of the drafting statistics, because updating them after every pass
+# would slow down small models.
 _PASSES_PER_REPORT = 8
 # Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
@@ -64,7 +64,7 @@ class SessionPool:
     Attributes:
         sessions: The sessions. Any of them can generate any reply, because all use the same models and
             drafters, and share cached prefixes.
-        first: The first session, which has the same properties as all others.
+        first: The first session. Its properties apply to all sessions.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:
@@ -133,7 +133,7 @@ class SessionPool:
 
     @contextmanager
     def borrowed_targets(self) -> Iterator[Sequence[LanguageModel]]:
-        """Provide the targets of all sessions. No session can start a reply until the caller is done.
+        """Borrow the targets of all sessions. No session can start a reply until they are returned.
 
         Raises:
             BusyError: A reply is running.
@@ -201,7 +201,7 @@ class Session:
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
-        # Functions that end the replies of garbage-collected streams.
+        # Callbacks that end the replies of garbage-collected streams.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
@@ -236,7 +236,7 @@ class Session:
         return self._active_request is not None
 
     def cached_prefix_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many leading `tokens` are in the target's KV cache. Call this only between replies."""
+        """Return how many of the leading `tokens` are in the target's KV cache. Call only between replies."""
         return self._target_cache.common_tokens(tokens)
 
     def cached_prefixes(self) -> list[list[int]]:
@@ -385,7 +385,7 @@ class Session:
 
     @contextmanager
     def borrowed_target(self) -> Iterator[LanguageModel]:
-        """Provide the target model, with an empty KV cache, for work other than a reply.
+        """Borrow the target model, with an empty KV cache, for work other than a reply.
 
         Raises:
             BusyError: A reply is running.
@@ -443,7 +443,7 @@ class Session:
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
 
-        Failures are not raised, but appear in the next `report`.
+        Failures are not raised but appear in the next `report`.
         """
         check_process(self.process_id)
         with self._compute_lock:
@@ -604,7 +604,7 @@ class ReplyDecoder:
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
         if scores is not None:
-            # The tokens are cached only because they were just scored, so do not count them as a cache hit.
+            # Do not count these tokens as a cache hit. They are cached only because they were just scored.
             stats.cached_prompt_tokens = 0
             yield Step((), 0, None, prompt_logprobs=scores)
         if not settings.max_tokens:

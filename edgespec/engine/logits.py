@@ -1,4 +1,4 @@
-"""The logits of one pass, in host or device memory, and functions that select tokens from them.
+"""Logits of one pass, in host or device memory, and functions that select tokens from them.
 
 Log-probabilities of emitted tokens are computed from the target's logits.
 """
@@ -45,7 +45,7 @@ class Logits(Protocol):
 
     @property
     def overlapped_seconds(self) -> float:
-        """Seconds during which drafting and the model's pass ran at the same time."""
+        """Seconds during which drafting overlapped with the model's pass."""
 
     @property
     def other_tokens(self) -> int:
@@ -173,7 +173,8 @@ class HostLogits:
     # Tokens per group in `_peaks`. A row is read once to find the peak of each group, and a second time only
     # in groups whose peak is large enough.
     _GROUP = 64
-    # For smaller vocabularies, reading the whole row twice is just as fast.
+    # Minimum vocabulary size for using `_peaks`. In smaller vocabularies, reading the whole row twice is just
+    # as fast.
     _MIN_VOCABULARY = 1 << 15
 
     def __init__(self, rows: NDArray[np.float32], other_tokens: int = 0) -> None:

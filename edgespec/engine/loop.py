@@ -23,7 +23,7 @@ class Verifier(Protocol):
 
     @property
     def free_tokens(self) -> int:
-        """Number of further tokens that fit in the target's context."""
+        """Number of additional tokens that fit in the target's context."""
 
     def verify(self, tree: TokenTree) -> Logits:
         """Run a draft tree after the cached tokens. Row i of the result holds the logits after node i."""

@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_GOLDEN, _U_M1, _U_M2 = np.uint64(_GOLDEN), np.uint64(_M1), np.uint64(_M2)
 _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
-# Hash up to this many tokens in pure Python, which is faster than starting NumPy's loops.
+# Hash up to this many tokens in pure Python, which avoids NumPy's overhead for small arrays.
 _FEW_TOKENS = 8
 # Tokens per block when searching the noise of a whole vocabulary. A block fits into a core's cache, and a
 # power of two allows computing the token ids by XOR.
@@ -29,7 +29,7 @@ _BLOCK = 1 << 14
 
 
 class Stream(IntEnum):
-    """Independent streams of random numbers. Drafting and acceptance use different streams."""
+    """Independent random number streams. Drafting and acceptance use different ones."""
 
     TOKEN = 0
     DRAFT = 1

@@ -1,4 +1,4 @@
-"""Sample a token faster than by applying the usual filters, but with the same result.
+"""Sample a token faster than the usual filters do, but with the same result.
 
 `processors` defines which token is sampled from a row of logits. Its filters take most of the sampling time,
 because each of them starts a dozen NumPy loops over a few dozen tokens, or computes the probability of every
@@ -30,9 +30,10 @@ from edgespec.engine.processors import (
 
 __all__ = ["Filters", "choose_from_row", "choose_token", "split_filters"]
 
-# With more candidates than this, the filters are just as fast.
+# Maximum number of candidates for the fast path. With more, the filters are just as fast.
 _MAX_CANDIDATES = 4096
-# In smaller vocabularies, the filters are as fast as searching the row.
+# Minimum vocabulary size for the fast path. In smaller vocabularies, the filters are as fast as searching the
+# row.
 _MIN_VOCABULARY = 1 << 14
 # Numbers of most likely tokens to search for the nucleus and the highest-scoring token. The second number is
 # used only if the first is too small.
@@ -58,8 +59,8 @@ class Filters(NamedTuple):
     min_p: float = 0.0
 
 
-# The filters in chain order. Each one maps to its field in `Filters` and to the filter's own attribute that
-# holds the value.
+# The filters in chain order. Each filter maps to its field in `Filters` and the name of the filter's own
+# attribute that holds the value.
 _SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
     Temperature: ("temperature", "temperature"),
     TopK: ("top_k", "k"),

@@ -1,4 +1,4 @@
-"""The sampling settings for a reply and their allowed ranges."""
+"""Sampling settings for a reply, and their allowed ranges."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SettingRange(NamedTuple):
     """The allowed values of a numeric setting. If `low` is an int, the setting must be an integer.
 
     Attributes:
-        low: Smallest value.
-        high: Largest value.
+        low: Minimum value.
+        high: Maximum value.
         off: Value that disables the filter. None if the setting is not a filter.
         hint: Hint for the error message.
     """
@@ -46,7 +46,7 @@ SETTING_RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one reply. `processors.build_processors` turns them into a processor chain.
+    """Sampling settings for one reply. `processors.build_processors` turns them into a processor chain.
 
     Attributes:
         temperature: Divides the logits. 0 selects the largest logit, and the lowest token id on ties.

@@ -12,8 +12,8 @@ __all__ = ["Phase", "Round", "RoundTimer", "Stats"]
 Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
-# Fields that `Stats.to_json` leaves out: an estimate that is already part of other fields, and the record of
-# all rounds, which grows with the reply and is read only by `verify`.
+# Fields omitted by `Stats.to_json`: an estimate that is already part of other fields, and the record of all
+# rounds, which grows with the reply and is needed only by `verify`.
 _NOT_IN_JSON = frozenset({"target_step_seconds", "rounds"})
 
 
@@ -56,7 +56,7 @@ class Stats:
         target_step_seconds: Latest measured time of a single-token pass of the target. 0 if unknown.
         ledger_credit_seconds: Time saved by speculation so far, which may be negative. None without a loss
             limit.
-        worst_case_loss: Maximum time that this reply can lose, as a fraction of its plain decoding time. None
+        worst_case_loss: Maximum slowdown of this reply, as a fraction of its plain decoding time. None
             without a loss limit.
         draft_other_bytes: Other memory used by drafters, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
@@ -137,12 +137,12 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted tokens divided by drafted tokens. None if nothing was drafted."""
+        """Accepted tokens divided by drafted tokens, or None if nothing was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property
     def tokens_per_target_pass(self) -> float | None:
-        """Tokens emitted by target passes, divided by the number of passes. None before the first pass."""
+        """Tokens emitted per target pass, or None before the first pass."""
         return self.decoded_tokens / self.target_passes if self.target_passes else None
 
     @property
@@ -157,14 +157,14 @@ class Stats:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Estimated speed-up over plain decoding. None if it is unknown or nothing was drafted."""
+        """Estimated speed-up over plain decoding, or None if it is unknown or nothing was drafted."""
         if not self.drafted_tokens or not self.decoded_tokens or not self.target_step_seconds:
             return None
         return self.decoded_tokens * self.target_step_seconds / self.decode_seconds
 
     @property
     def plain_seconds_estimate(self) -> float | None:
-        """Estimated time that plain decoding would take for the same tokens, in seconds. None if unknown."""
+        """Estimated seconds that plain decoding would take for the same tokens, or None if unknown."""
         return self.decoded_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:

@@ -108,7 +108,7 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
     than a single-token pass. The widest pass can then be a class of its own, to which all other passes are
     padded. If such a model cannot run its first layers alone, only a few widths are tested.
 
-    The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
+    The trial processes a few hundred tokens and compares the logits and KV cells at dozens of positions in a
     short and a long context. It runs about 60 single-token passes and up to 90 wider ones. Where the model
     supports it, these run only the first layers, whose hidden states are compared instead of the logits. Each
     width that agrees is then confirmed by one pass over all layers. The result is valid only for this model
@@ -172,7 +172,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
 
 
 class _Reference(NamedTuple):
-    """Results of passes of one width after a given context.
+    """Results of passes of one width after one context.
 
     Attributes:
         logits: Digests of the logits at each tested position.
@@ -185,7 +185,7 @@ class _Reference(NamedTuple):
 
 @dataclass
 class _Trial:
-    """The state of a trial: random test tokens, and the widths that have agreed so far."""
+    """The state of a trial, such as the test tokens, reference results and the widths that disagreed."""
 
     model: LanguageModel
     progress: Progress | None
@@ -219,14 +219,14 @@ class _Trial:
             alone &= set(SLOW_PASS_WIDTHS)
         if self.has_slow_passes:
             wide, other = {max(alone)}, max(alone)
-        # Unless results depend on the number of threads, let it follow the machine's load, because a pass
-        # with too many threads takes ten times as long.
+        # Let the thread count follow the machine's load unless results depend on it, because a pass with too
+        # many threads takes ten times as long.
         any_threads = not self.is_reduced and self._threads_agree(contexts[0], min(5, limit))
         if not any_threads:
             model.fix_threads(True)
             model.truncate(0)
             contexts = self._read_contexts()
-        # The KV cells of the prompt, computed in one large pass.
+        # Digest of the prompt's KV cells, computed in one large pass.
         whole = b"" if self.is_short or contexts[0] < SPLIT_TOKENS else self._cells(0, SPLIT_TOKENS)
         for length in contexts:
             alone = self._agreeing(1, alone, length)
@@ -249,9 +249,9 @@ class _Trial:
     def _confirmed(self, classes: Sequence[WidthClass]) -> list[WidthClass]:
         """Return the classes, excluding widths whose passes over all layers differ.
 
-        One pass of each width is enough, because only the output layer has not been tested yet, and no
-        rounding hides differences between its logits. Where passes over all layers are slow, only a few
-        widths of each class are compared.
+        One pass of each width is enough, because only the kernels of the output layer have not been tested
+        yet, and no later rounding can hide differences in its logits. Where passes over all layers are slow,
+        only a few widths of each class are compared.
         """
         self.is_partial = self.model.run_first_layers(False)
         confirmed = []
@@ -370,13 +370,14 @@ class _Trial:
             found = self.references[base, length] = _Reference([], {})
             while (at := self.model.length - length) < positions:
                 found.logits.extend(self._pass(base, min(base, positions - at)))
-                # A partly rolled back pass can end at any position, so record the cells up to each one.
+                # A partially rolled-back pass can end at any position, so record the cells up to each
+                # position.
                 for end in range(at + 1, self.model.length - length + 1):
                     found.cells[end] = self._cells(length, length + end)
         return self.references[base, length]
 
     def _agrees(self, reference: _Reference, length: int, at: int, digests: Sequence[bytes]) -> bool:
-        """Return whether all KV cells agree, and the logits of the last pass, which began at `at`."""
+        """Return whether all KV cells and the logits of the last pass, which began at `at`, agree."""
         end = at + len(digests)
         return (
             list(digests) == reference.logits[at:end]
@@ -424,8 +425,8 @@ class _Trial:
             at = self.model.length - length
             if at + width > positions:
                 break
-            # Alternate between passes that are partly rolled back and passes that are kept whole, so that
-            # positions fall into different rows of a pass than in the reference.
+            # Alternate between partially rolled-back passes and passes that are kept whole, so that positions
+            # fall into different rows of a pass than in the reference.
             real = width - 1 if width > 2 and count % 2 == 0 else width
             if not self._agrees(reference, length, at, self._pass(width, real)):
                 return False

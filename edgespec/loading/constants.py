@@ -94,13 +94,13 @@ MAX_TESTED_WIDTH = MAX_DRAFT_LENGTH + 1
 # time. The time criterion is waived if a single-token pass takes less than `FAST_STEP_SECONDS`, because the
 # trial is quick anyway. Both values were chosen to keep the trial short.
 SURELY_TESTED_WIDTH, FAST_STEP_SECONDS = 8, 0.002
-# A pass of m tokens saves no time if it takes longer than this many times m single-token passes. Derived from
-# the fact that such a pass generates at most m tokens.
+# Maximum ratio of an m-token pass's time to that of m single-token passes. Above it, the pass saves no time.
+# Derived from the fact that such a pass generates at most m tokens.
 MAX_SHARE_OF_SINGLE_PASSES = 1.0
-# Numbers of cached tokens before the tested passes. They were chosen to cover different kernels: llama.cpp
-# uses a different attention kernel for passes of more than 63 tokens and splits contexts of more than 256
-# tokens between threads, and MLX switches its attention kernel at 1024 tokens. The longest context is tested
-# only if the short one can be repeated, or if processing it takes less than `LONGEST_SECONDS`.
+# Lengths in tokens of the contexts before the tested passes. They were chosen to cover different kernels:
+# llama.cpp uses a different attention kernel for passes of more than 63 tokens and splits contexts of more
+# than 256 tokens between threads, and MLX switches its attention kernel at 1024 tokens. The longest context
+# is tested only if the short one can be repeated, or if processing it takes less than `LONGEST_SECONDS`.
 SHORT_CONTEXT, LONG_CONTEXT, LONGEST_CONTEXT = 72, 264, 1100
 LONGEST_SECONDS = 0.2
 # Number of positions to compare (logits and KV cells) after each context: in most models, and in models whose
@@ -120,8 +120,9 @@ SHORT_TRIAL_WIDTH = 5
 # If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
 # over all layers in a trial. If the first layers cannot run alone, the trial compares only these widths, at
 # `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest one. Each
-# takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a wide
-# pass, which takes hardly longer than a single-token pass if most of the time is spent reading from disk.
+# context takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a
+# wide pass, which takes hardly longer than a single-token pass if most of the time is spent reading from
+# disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
 # passes.
@@ -136,8 +137,8 @@ STEPS_AFTER = 2
 # states after the first 6 layers revealed it in 576 of 576 passes, so trials of the first layers need only
 # `FEWER_PASSES`.
 PASSES, FEWER_PASSES, WIDE_PASSES = 4, 2, 1
-# Number of passes that check whether even identical passes agree. The number was chosen to keep the trial
-# short.
+# Number of passes to repeat, to check whether even identical passes agree. The number was chosen to keep the
+# trial short.
 EQUAL_PASSES = 4
 # The KV cells of this many prompt tokens are compared after processing the prompt in passes of the sizes in
 # `ANY_SPLIT` and `BLOCK_SPLIT`. The sizes were chosen so that each split covers these tokens exactly once,
@@ -155,7 +156,7 @@ UNTESTED_BLOCK_TOKENS = 256
 # in memory.
 STREAMED_SHARE = 0.6
 # Comfortable and minimum acceptable speeds for reading along, in tokens per second. They were chosen as about
-# twice the usual reading speed, and about the usual reading speed.
+# twice the usual reading speed and about equal to it.
 COMFORTABLE_SPEED, ACCEPTABLE_SPEED = 8.0, 4.0
 # Recommend a draft model only if its expected speed-up is at least this. The threshold was chosen to match
 # the typical difference between predicted and measured speeds in `scripts/bench_recommend.py`

@@ -3,7 +3,7 @@
 Pass widths fall into classes that agree bit for bit (see `bit_exactness`). The machine determines which class
 is best, and also whether repacking the weights pays off: repacked weights are faster, but can have narrower
 classes. We choose both by expected speed. The measurements are taken when a model is first loaded on a
-machine and build, and then saved.
+machine with a given library build, and then saved.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _TrialResult:
-    """The result of a configuration's trial. Does not depend on the drafters.
+    """The result of testing one configuration, which does not depend on the drafters.
 
     Attributes:
         classes: The width classes.
@@ -145,8 +145,8 @@ class _TrialResult:
     is_disturbed: bool
 
 
-# Identifies the kind of trial in saved results. Change it whenever trials become able to find more
-# differences, so that models are tried again.
+# Identifies the version of the trial in saved results. Change it whenever trials become able to find more
+# differences, so that models are tested again.
 _TRIAL = "first layers, long contexts in slow models"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
@@ -165,7 +165,7 @@ def load_exact_target(
 
     Args:
         pair: The target, its draft model and heads.
-        options: The load options of the target. Their fields `exact` and `repack` are ignored.
+        options: The target's load options. Their fields `exact` and `repack` are ignored.
         requested: The option `exactness`: `auto`, `bits` or `off`.
         exits_early: Whether to draft with the lower layers of the target, whose passes cannot be padded.
         measures_costs: Whether to measure multi-token passes. See `TargetCosts`.
@@ -187,7 +187,8 @@ def load_exact_target(
         return LoadedTarget(models, costs, changed)
 
     if why_not := _why_unrestricted(options, requested):
-        # This does not restrict passes yet: `exact` only selects kernels that depend less on the pass width.
+        # This does not restrict passes. `exact` only selects kernels whose results depend less on the pass
+        # width.
         loaded = load(replace(options, exact=requested != "off"))
         return _described(loaded, Exactness(requested, False, why_not))
     return _ExactLoading(pair, options, requested, exits_early, load, file_states, progress).run()
@@ -215,7 +216,7 @@ def _described(loaded: LoadedTarget, exactness: Exactness) -> LoadedTarget:
 
 @dataclass
 class _ExactLoading:
-    """Tries the configurations of a target, saves the results, and loads the best one.
+    """Tests a target's configurations, saves the results, and loads the best one.
 
     The result of a trial does not depend on the drafters, but the choice of a configuration does.
     """
@@ -227,7 +228,7 @@ class _ExactLoading:
     load: _Loader
     file_states: Sequence[str]
     progress: Progress | None
-    # The target, loaded in the configuration that was tried last.
+    # The target, as loaded in the most recently tested configuration.
     _loaded: LoadedTarget | None = None
     # Measured pass durations, keyed by whether the weights were repacked.
     _curves: dict[bool, CostCurve] = field(default_factory=dict)

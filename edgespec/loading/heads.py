@@ -164,7 +164,7 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:
-    """Return the head, marked as unusable if estimating its memory fails, as for a damaged head."""
+    """Return the head, marked as unusable if its memory cannot be estimated, such as when it is damaged."""
     if option.head is not None and option.is_usable:
         try:
             target.file_format.estimate_head(option.head, target.path, BLOCK_TOKENS)

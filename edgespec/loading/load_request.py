@@ -85,7 +85,7 @@ class LoadRequest:
 
 
 def _layers_with_experts_in_memory(experts: str | int) -> int | None:
-    """Convert an `--experts` value to a value of `LoadOptions.experts`."""
+    """Convert an `--experts` value to `LoadOptions.experts`."""
     if isinstance(experts, int):
         return experts
     return {"auto": None, "gpu": 0}.get(experts, _ALL_LAYERS)

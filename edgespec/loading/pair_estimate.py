@@ -147,7 +147,7 @@ class PairEstimator:
         return self.substitutes if choice.substitutes else None
 
     def streaming(self, choice: PlanChoice) -> Streaming | None:
-        """Return which weights each pass would read from disk, measuring the speed of the disk.
+        """Return what each pass would read from disk, after measuring the disk's read speed.
 
         Raises:
             ModelFileError: The model's file cannot be read.
@@ -160,7 +160,8 @@ class PairEstimator:
             # Measure the largest file, because a small one gives an unreliable speed.
             path = max(files, key=lambda file: file.stat().st_size)
             if is_sparse(path):
-                # The model is not on this machine. Reading the holes would give the speed of the memory.
+                # The model is not on this machine. Reading the holes of its sparse file would measure the
+                # memory's speed.
                 path = hub_cache_folder()
                 speed = folder_bytes_per_second(path)
             else:

@@ -73,7 +73,7 @@ class ModelPair:
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """The backends of the models, the target's first."""
+        """The models' backends, the target's first."""
         return tuple(found.backend for found in (self.target, self.draft) if found)
 
 
@@ -87,7 +87,7 @@ class _DraftFailedError(Exception):
 
 @contextmanager
 def loading_draft(pair: ModelPair) -> Iterator[None]:
-    """Mark errors in this `with` block as failures of the pair's draft model. See `with_working_draft`.
+    """Mark errors raised in the `with` block as failures of the pair's draft model. See `with_working_draft`.
 
     Errors about options are raised unchanged, because only the user can resolve them.
     """
@@ -337,8 +337,8 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
         drops_heads = isinstance(error, ModelFileError) and any(each.source != "named" for each in pair.heads)
         if isinstance(error, CancelledError) or not (drops_heads or pair.draft_is_automatic):
             raise
-    # Try the models and heads one by one to find the one that fails. Trial results are cached, so no trial
-    # runs twice.
+    # Test the models and heads one by one to find which one fails. Results are cached, so nothing is tested
+    # twice.
     check_loadable(models, progress)
     with loading_draft(pair):
         check_loadable(drafts, progress)

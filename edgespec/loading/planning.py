@@ -113,7 +113,7 @@ class LoadPlan:
         options: Load options that apply to both models.
         float32: Whether MLX converts 16-bit weights to float32 where that is faster.
         plan: The memory plan.
-        advice: Advice for the user if the target does not fit in memory as a whole, otherwise empty.
+        advice: Advice for the user if the whole target does not fit in memory, otherwise empty.
         trained_tokens: Context length that the target was trained for. 0 if unknown.
         longrope_switch_tokens: Context size above which the target switches to its long LongRoPE factors. 0
             if it does not use LongRoPE.
@@ -230,7 +230,6 @@ def _differ(first: LoadPlan, second: LoadPlan) -> bool:
 def _plan_pair(
     pair: ModelPair, drafting: DraftingOptions, options: LoadOptions, budget: Budget, request: PlanRequest
 ) -> LoadPlan:
-    """See `plan_pair`."""
     fixed = _fixed_options(request, drafting)
     with ExitStack() as undo:
         estimator = PairEstimator(
@@ -365,9 +364,9 @@ def _may_stream(options: LoadOptions, drafting: DraftingOptions) -> bool:
 
 
 def _has_addresses(plan: MemoryPlan) -> bool:
-    """Return whether the limit of the address space (`ulimit -v`), if any, leaves room for all weights.
+    """Return whether the address space limit (`ulimit -v`), if any, leaves room for all weights.
 
-    Streaming saves memory, but all weights are mapped. `plan` is the plan without streaming.
+    Streaming saves no address space, because all weights are mapped. `plan` is the plan without streaming.
     """
     limit = address_limit()
     return limit is None or plan.planned_bytes("memory") <= limit.free_bytes + process_bytes()

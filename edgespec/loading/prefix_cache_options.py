@@ -99,7 +99,7 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
         *states,
     ]
     if capabilities.exact:
-        # Unrestricted passes round differently.
+        # Bit-exact passes round differently from unrestricted ones.
         parts.append(f"exact with {target.max_threads} threads" if costs.fixes_threads else "exact")
     if not capabilities.prefix_reuse_exact:
         parts.append("read in whole pieces")

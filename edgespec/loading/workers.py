@@ -93,7 +93,7 @@ def connect_workers(
     undo: ExitStack,
     progress: Progress | None = None,
 ) -> LoadOptions:
-    """Reserve the workers until `undo` is closed, and return the load options with them.
+    """Reserve the workers until `undo` is closed, and return load options that include them.
 
     Also decides which machine computes the output layer.
 

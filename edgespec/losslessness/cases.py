@@ -1,6 +1,6 @@
-"""Enumerate the cases that `verify` compares, count their replies, and read prompts.
+"""Enumerate the cases that `verify` compares, count their replies, and load prompts.
 
-The prompts, which `bench` also uses, are built in or come from a JSONL file.
+The prompts are built in or come from a JSONL file. `bench` uses them too.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Prompt:
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Read prompts from a JSONL file.
+    """Load prompts from a JSONL file.
 
     Each line is an object with `prompt` (a string) or `messages`, and optionally `id`, `category` (or
     `skill`) and `schema` (an object). The default category is the part of the id before the last dash.

@@ -1,10 +1,10 @@
-"""Rerun a reply's target passes in an empty context, and judge the reply by the result.
+"""Rerun a reply's target passes in an empty context to tell rounding from faults.
 
 A pass over several tokens can round differently than a pass over one token. A speculative reply may therefore
 differ from plain decoding even if the loop, the rollback and the caches are correct. A replay distinguishes
-such rounding from faults: it runs passes of the same shapes over the reply's own tokens, so that they round
-the same way. If it yields the same tokens, and the rejected tokens do not change a single bit of the logits,
-the difference is due to rounding. Otherwise, it is a fault.
+such rounding from faults by running passes of the same shapes over the reply's own tokens, so that they round
+the same way. If the replay yields the same tokens, and the rejected tokens do not change a single bit of the
+logits, the difference is due to rounding. Otherwise, it is a fault.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _read_prompts(target: LanguageModel, made: MadeReply, filler: int | None) ->
 
 
 def _filler_tokens(target: LanguageModel, filler: int, start: int, count: int) -> list[int]:
-    """Return filler tokens. Two different fillers differ at every position."""
+    """Return filler tokens. The tokens of two different fillers differ at every position."""
     vocab = target.facts.vocab_size
     offset = 7 + filler * (vocab // 2)
     return [(offset + 31 * (start + i)) % vocab for i in range(count)]

@@ -1,4 +1,4 @@
-"""The report that `verify` returns, and the classes that collect the results of each method.
+"""The report that `verify` returns, and the classes that collect each method's results.
 
 The goodness of fit of sampled tokens is tested with a G-test, simulated p-values and Holm's correction.
 """
@@ -138,8 +138,8 @@ class VerifyReport:
     Attributes:
         parallel: Number of replies generated concurrently with each method.
         heads: Names of the loaded heads.
-        exact: Whether edgespec promised when loading the target that all passes agree bit for bit. If so,
-            replies that differ by rounding break this promise. See `Capabilities.exact`.
+        exact: Whether edgespec promised when loading the target that all passes agree bit for bit. If so, a
+            reply that differs by rounding breaks this promise. See `Capabilities.exact`.
     """
 
     target: str
@@ -160,7 +160,7 @@ class VerifyReport:
 
     @property
     def broken_promises(self) -> int:
-        """Number of prompts whose replies differ by rounding although edgespec promised bit-exactness."""
+        """Number of prompts whose replies differ by rounding even though edgespec promised bit-exactness."""
         return self.rounding if self.exact else 0
 
     @property
@@ -178,7 +178,7 @@ class VerifyReport:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as the JSON object that `verify --json` prints."""
+        """Return the report as a JSON-compatible dict, as printed by `verify --json`."""
         return asdict(self) | {
             "broken_promises": self.broken_promises,
             "nothing_drafted": list(self.nothing_drafted),

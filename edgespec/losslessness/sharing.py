@@ -25,7 +25,7 @@ __all__ = ["SharingErrors", "measure_sharing"]
 # Maximum number of measurements. Many may be needed, because on a small model, few placements of the KV cells
 # change the logits at all.
 _MAX_MEASUREMENTS = 64
-# Stop after this many measurements with a rounding error.
+# Stop once this many measurements have shown a rounding error.
 _ENOUGH_ERRORS = 4
 # Maximum number of positions in the reply's text at which other replies free KV cells, which the reply's next
 # tokens then occupy.

@@ -43,7 +43,7 @@ __all__ = ["verify"]
 _TESTED_POSITIONS = 3
 # Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
-# Number of tokens of the previous prompt that are cached beyond its common prefix with the current one, so
+# Number of tokens of the previous prompt to cache beyond the prefix that it shares with the current one, so
 # that the cache has to drop them.
 _UNSHARED_TOKENS = 8
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
@@ -86,8 +86,8 @@ def verify(
     During verification, the number of CPU threads does not follow the machine's load, because the number of
     threads can change how logits are rounded.
 
-    The report contains the number of drafted tokens. If it is 0, nothing was verified. Load the runtime with
-    `always_draft` to draft even where drafting is slower.
+    The report contains the number of drafted tokens. If that is 0, nothing was verified. Load the runtime
+    with `always_draft` to draft even where drafting is slower.
 
     Args:
         runtime: The loaded models.
@@ -105,8 +105,8 @@ def verify(
         at_once: Whether to generate several replies at once.
         progress: Called with a description of the current reply and the fraction completed. Returns False to
             cancel.
-        **options: Sampling settings and a constraint, as for `Runtime.generate`. The schema of a prompt
-            takes precedence.
+        **options: Sampling settings and a constraint, as for `Runtime.generate`. The schema of a prompt takes
+            precedence.
 
     Raises:
         OptionError: A setting is invalid.
@@ -186,9 +186,9 @@ class _Verification:
     # For each reply in `plain`, its fault and the position of its first wrong token, or None if it is
     # correct.
     plain_faults: dict[tuple[str, float], tuple[Judgement, int] | None] = field(default_factory=dict)
-    # The methods and draft lengths for which an identical reply has been checked for leaks.
+    # The (method, draft length) pairs for which an identical reply has been checked for leaks.
     leaks_checked: set[tuple[str, int]] = field(default_factory=set)
-    # The prompts whose tokens are in the target's cache, in the order in which they were processed.
+    # The prompts whose tokens are in the target's cache, in processing order.
     reads: tuple[PromptRead, ...] = ()
     last_prompt: Sequence[int] = ()
 

@@ -186,7 +186,8 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
     """Yield the limits set by this process's cgroups (versions 1 and 2) and their parents.
 
     The page cache counts as free, because the kernel reclaims it on demand. This includes pages on the active
-    list, which have been read more than once. Locked pages are on neither list and do not count as free.
+    list, which have been read more than once. Locked pages are on neither the active nor the inactive list,
+    so they do not count as free.
     """
     for group in control_groups("memory", root):
         limit_file, usage_file, cache_keys = _NAMES[group.version_1]

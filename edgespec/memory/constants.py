@@ -38,8 +38,8 @@ __all__ = [
 
 # --- Budget and plan (`budget.py`, `plan.py`, `fitting.py`) ---
 
-# The default fraction of the free memory to leave to other programs, and its upper limit in bytes. The values
-# were chosen so that small machines keep enough memory for models.
+# Default amount of memory to leave to other programs: a fraction of the free memory, up to a limit in bytes.
+# The values were chosen so that small machines keep enough memory for models.
 RESERVE_SHARE, DEFAULT_RESERVE_BYTES = 0.05, 512 * 2**20
 # Free memory in bytes required before llama.cpp reads a model's metadata. The value was chosen to be more
 # than enough, because llama.cpp aborts the process if it runs out of memory.
@@ -51,7 +51,8 @@ HEADROOM_SHARE, MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 # Context sizes in tokens to fall back to if memory is low: one for a chat of a few turns and, as a last
 # resort, one for a short question. The values were chosen rather than measured.
 SHORT_CONTEXT_TOKENS, MIN_CONTEXT_TOKENS = 2048, 512
-# The draft model's window in tokens if memory is low. Chosen to match a draft model's default window.
+# The draft model's window in tokens if memory is low. The value was chosen to match a draft model's default
+# window.
 SAVING_WINDOW_TOKENS = 1024
 
 # --- Context size (`context_resize.py`) ---
@@ -86,20 +87,20 @@ SCORED_TOKENS = 64
 # --- Prefix cache (`prefix_cache/`) ---
 
 # The default size limit of the prefix cache, as a fraction of the memory that the loaded models leave free,
-# and in bytes. Chosen so that other programs can use the rest.
+# and in bytes. The limits were chosen so that other programs can use the rest.
 PREFIX_CACHE_SHARE, MAX_PREFIX_CACHE_BYTES = 0.25, 4 * 2**30
 # Upper limit on the prefix cache's default size, as a multiple of the size of the target's KV cache. Without
 # it, a server with a small model would fill gigabytes with the prompts of thousands of requests. The value
 # was chosen rather than measured.
 PREFIX_CACHE_KV_CACHES = 8
-# The default size limit of cached prefixes on disk, as a fraction of the free disk space, and in bytes.
-# Chosen so that the disk does not fill up.
+# The default size limit of cached prefixes on disk, as a fraction of the free disk space, and in bytes. The
+# limits were chosen so that the cache does not fill the disk.
 DISK_CACHE_SHARE, MAX_DISK_CACHE_BYTES = 0.1, 4 * 2**30
 # Maximum memory needed to copy a KV cache, as a multiple of the size of the copy. The value was chosen to err
 # on the high side.
 COPIES_AT_ONCE = 3
 # Seconds to add to the age of segments in memory, and of files on disk, when choosing which ones to evict.
-# Chosen so that the age of recently used ones matters less than the prefill time that they save.
+# The values were chosen so that, for recently used ones, age matters less than the prefill time saved.
 FRESH_SEGMENT_SECONDS, FRESH_FILE_SECONDS = 60.0, 600.0
 # Do not split cached sequences into segments shorter than this many tokens. The limit was chosen because each
 # segment has a fixed cost.
@@ -122,6 +123,6 @@ COPY_BYTES_PER_SECOND = 2e9
 # Assumed speed of prefill per token relative to a measured single-token pass, until a prefill has been timed.
 # The value was chosen as a conservative estimate.
 PREFILL_SPEEDUP = 4.0
-# Weight of the latest measurement in the moving averages of prefill and copy times. Chosen to average over
-# about three measurements.
+# Weight of the latest measurement in the moving averages of prefill and copy times. The value was chosen to
+# average over about three measurements.
 NEW_REUSE_WEIGHT = 0.3

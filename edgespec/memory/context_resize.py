@@ -79,8 +79,8 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # The size is 0 if the target has lost its KV cache. A limit of 0 would keep it from getting a new
-            # one.
+            # The size is 0 if the target has lost its KV cache. A limit of 0 would keep it from allocating a
+            # new one.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context cannot grow beyond {size} tokens: {self._failure}"

@@ -34,7 +34,7 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` refers to `context_tokens`."""
 
-# Load options to restore, in this order, as long as memory is left.
+# Reduced load options to restore, in this order, while memory allows.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -118,8 +118,8 @@ def fit_to_budget(
         OptionError: The model cannot be loaded with the options of `start`.
         MemoryBudgetError: There is not even enough memory to make an estimate.
     """
-    # Move experts first. This slows down replies, but every other reduction takes something away from the
-    # user.
+    # Move experts to main memory first. This slows down replies, but every other reduction takes something
+    # away from the user.
     choice = start if "experts" in fixed else _with_fewest_experts_in_memory(start, plan)
     passed = [start]
     for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
@@ -164,7 +164,7 @@ def _with_fewest_experts_in_memory(choice: PlanChoice, plan: _Plan) -> PlanChoic
 
 
 def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Return the smallest number that is enough, or `most` if no smaller one is."""
+    """Return the smallest sufficient number, or `most` if no smaller number is sufficient."""
     fewest = 0
     while fewest < most:
         middle = (fewest + most) // 2

@@ -107,8 +107,9 @@ class MemoryPlan:
         prefix_cache_bytes: Size limit of the prefix cache, which uses the memory that the items leave free.
         machines: The target's shares on several machines, this machine's first. Empty without workers.
         streaming: What is read from disk in every pass, or None if the models fit in memory.
-        experts: Where the target's experts are. None without experts, or without a GPU with its own memory.
-        why_experts_stay: Why the option `experts` has no effect. Empty if it has one, or is not set.
+        experts: Where the target's experts are. None if there are no experts, or no GPU with dedicated
+            memory.
+        why_experts_stay: Why the option `experts` has no effect. Empty if it takes effect or is not set.
     """
 
     budget: Budget

@@ -1,6 +1,6 @@
 """Manage the target's KV cache: save its contents, and prefill the prompt before each reply.
 
-It can also score a prompt, which means computing the log-probability of each of its tokens.
+This module also scores prompts, which means computing the log-probability of each token.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TargetCache:
         return self._reusable(tokens, len(tokens)) > self._reusable(tokens, prefilled)
 
     def read_reply(self, should_continue: Callable[[], bool]) -> None:
-        """Reprocess the last reply in the same passes in which the next prompt would process it.
+        """Reprocess the last reply in the same passes that the next prompt would use for it.
 
         Decoding can compute slightly different KV cells than prefill. Without this call, the next prompt
         could reuse only the last prompt's tokens, and would have to reprocess the reply first.
@@ -338,7 +338,7 @@ def _pass_ends(tokens: Sequence[int], begin: int, block: int) -> Iterator[int]:
 def score(
     target: Verifier, tokens: Sequence[int], count: int, *, max_width: int
 ) -> Iterator[tuple[TokenLogprob, ...]]:
-    """Compute the log-probability of each token of a text after the first, given the preceding tokens.
+    """Compute the log-probability of each token after the first, given the preceding tokens.
 
     Afterwards, the target's KV cache contains all tokens except the last.
 

@@ -132,7 +132,7 @@ class Drafter(ABC):
         """Make the next call to `propose` return a short draft, even if it is not expected to save time."""
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the drafter's acceptance and timing statistics as named arrays, to save for a later run."""
+        """Return acceptance and timing statistics as named arrays, to be saved for later runs."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027

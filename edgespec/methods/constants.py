@@ -1,7 +1,7 @@
 """Drafter constants: draft lengths and widths, and assumptions about drafters that have not run yet.
 
-`methods/auto/constants.py` determines when to draft, and `methods/costs/constants.py` how passes are
-measured. The constants for training between replies are in `model/online.py`.
+Constants for when to draft are in `methods/auto/constants.py`, and constants for measuring passes in
+`methods/costs/constants.py`. The constants for training between replies are in `model/online.py`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ __all__ = [
 # because longer drafts rarely help: even if each token is accepted with a probability of 0.9, only one
 # 16-token draft in five is accepted in full.
 MAX_DRAFT_LENGTH = 16
-# Draft length, in tokens, for drafters that do not choose it themselves. A small value was chosen, so that a
-# rejected draft costs little.
+# Draft length, in tokens, for drafters that do not choose their own, chosen to be small so that a rejected
+# draft costs little.
 FIXED_DRAFT_LENGTH = 4
 # Maximum number of tokens in an adaptive tree, including its root. The limit was chosen to bound the time for
 # planning a tree. Most trees stay smaller because of the measured pass costs.
@@ -69,7 +69,7 @@ MAX_TREE_WIDTH = 64
 # Default maximum numbers of tokens and leaves in a verify pass. They were chosen to bound passes on targets
 # that support larger ones.
 DEFAULT_MAX_WIDTH, DEFAULT_MAX_BRANCHES = 64, 8
-# Number of leaves that a target must be able to verify to support methods that draft trees. The number was
+# Minimum number of leaves that a target must be able to verify for methods that draft trees. The number was
 # chosen as twice `DEFAULT_MAX_BRANCHES`.
 TREE_BRANCHES = 16
 # Maximum number of consecutive tokens to draft because a constraint determines them. The number was chosen to
@@ -88,12 +88,11 @@ STEEP_COST = 1.9
 # for a draft model a fifth the size of the target. `auto` measures draft models and heads when they are first
 # used (`Drafter.warm_up`).
 ASSUMED_DRAFT_PASS_COST = 0.2
-# Draft probabilities that separate the ranges in which acceptance is counted. They were chosen to be closer
-# together near 0 and 1, where small differences matter more.
+# Bin edges for counting acceptance by draft probability. They were chosen to be closer together near 0 and 1,
+# where small differences matter more.
 DRAFT_PROB_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-# Assumed acceptance probability in each range separated by `DRAFT_PROB_EDGES`, before any tokens have been
-# counted. Values near the middle of each range were chosen, which assumes that the draft model's
-# probabilities are correct.
+# Assumed acceptance probability in each bin of `DRAFT_PROB_EDGES`, before any tokens have been counted.
+# Values near the middle of each bin were chosen, which assumes that the draft model is well calibrated.
 DRAFT_PROB_PRIOR = (0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98)
 # Assumed acceptance probability of the draft model's most likely token, until tokens have been counted. A
 # high value was chosen, so that untested draft models are tried.
@@ -133,8 +132,7 @@ WINDOW_TOKENS = 1024
 # Number of tokens reserved for draft trees in a windowed draft model's context, chosen as twice
 # `MAX_TREE_WIDTH`.
 WINDOW_TREE_TOKENS = 128
-# Number of prompt tokens used to measure a draft model's speed when it is first used, chosen to keep the
-# delay short.
+# Number of prompt tokens used to measure a draft model's speed on first use, chosen to keep the delay short.
 WARM_UP_TOKENS = 16
 # Minimum fraction of the target's tokens that the draft model must share for token ids to be translated.
 # Otherwise, the draft model's text is tokenized again for the target. The fraction was chosen so that most

@@ -50,7 +50,7 @@ class DrafterContext:
         files: The target's files.
         arguments: The checked arguments of `load`.
         named: The methods that the user named, excluding those that `auto` chooses.
-        measured_curve: Returns the target's cost curve: the duration of a pass by width. The first call
+        measured_curve: Returns the target's cost curve, which maps pass widths to durations. The first call
             measures it, which clears the target's KV cache.
         calibration_prompt: Returns the tokens of a prompt to use for measurements.
         window_tokens: Number of most recent tokens that a draft model attends to. See `DraftingOptions`.

@@ -1,6 +1,6 @@
 """Manage the KV cache of a draft model or of a head that drafts from the target's hidden states.
 
-The module also has helpers for drafters that run a model.
+Also provides helpers for drafters that run a model.
 """
 
 from __future__ import annotations
@@ -184,15 +184,15 @@ class HeadCache(DraftCache):
         return 0 < len(tokens) == self._read_tokens(tokens) and not self._can_run(len(tokens))
 
     def _read_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many leading `tokens` are already in the head's KV cache."""
+        """Return how many of the leading `tokens` are already in the head's KV cache."""
         return common_prefix_length(self.visible_tokens[: self.model.length], tokens)
 
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
         """Return a copy of the head's state for `tokens[start:]`, or b"" if the state cannot be copied.
 
         The copy contains the head's KV cache and the target's hidden state after the last token, which the
-        next token requires. The head first processes any missing tokens, which takes little time compared
-        with the target.
+        next token requires. The head first processes any missing tokens, which is fast compared with running
+        the target.
 
         Args:
             tokens: The first tokens in the target's KV cache.

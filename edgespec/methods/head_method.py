@@ -23,10 +23,10 @@ def head_method(
     head: HeadKind,
     works_on_workers: bool = True,
 ) -> Method:
-    """Create the record of a method that drafts with a head. The arguments are fields of `Method`."""
+    """Create a `Method` record for drafting with a head. The arguments are fields of `Method`."""
 
     def make(context: DrafterContext) -> Drafter | MissingDrafter:
-        # Import this only when used, because `edgespec --help` reads all method records.
+        # Import lazily, because `edgespec --help` loads all method records.
         from edgespec.methods.model.making import make_head_drafter
 
         return make_head_drafter(context, name)

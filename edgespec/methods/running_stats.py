@@ -33,7 +33,7 @@ class RunningMean:
         self.value += (value - self.value) / min(self.count, MEAN_VALUES)
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the mean and the number of values as a float64 array [2], to save for a later run."""
+        """Return the mean and the number of values as a float64 array [2], to be saved for later runs."""
         return np.array([self.value, self.count])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
@@ -83,7 +83,7 @@ class AcceptanceCounts:
         return rates
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the recent and the long-term counts as a float64 array, to save for a later run."""
+        """Return the recent and long-term counts as a float64 array, to be saved for later runs."""
         return np.stack([self.accepted, self.drafted, self._long_accepted, self._long_drafted])
 
     def restore(self, saved: NDArray[np.float64]) -> None:

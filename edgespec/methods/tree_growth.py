@@ -103,7 +103,7 @@ class TreeGrowth(ABC):
         """
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return acceptance and timing statistics as named arrays, to save for a later run."""
+        """Return acceptance and timing statistics as named arrays, to be saved for later runs."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027

@@ -52,8 +52,8 @@ class LoadOptions:
             full size immediately.
         gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
         experts: Number of layers whose experts stay in main memory, while the rest of each layer is on the
-            GPU. These are the first layers with experts. None leaves no experts in main memory, unless the
-            planner changes it.
+            GPU. These are the first layers with experts. None keeps no experts in main memory, unless the
+            planner decides otherwise.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
         flash_attention: `auto`, `on` or `off`.
@@ -65,7 +65,7 @@ class LoadOptions:
             bit-exactness.
         adapters: The adapters to apply to the weights.
         exact: Whether `auto` settings choose kernels whose logits do not depend on the number of tokens per
-            pass, where the backend knows such kernels.
+            pass, if the backend has such kernels.
         repack: Whether the backend may convert weights to a layout that is faster on this CPU.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
@@ -79,7 +79,7 @@ class LoadOptions:
         streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass, because
             the model is larger than memory.
         streamable: Indices of the layers that may be streamed. None means all layers that support it.
-        output_on_worker: Whether to put the output layer on the last worker, if this worker has layers and
+        output_on_worker: Whether to put the output layer on the last worker, if that worker has layers and
             enough memory.
         projector: Path of the projector (mmproj file) that encodes images. Empty if there is none.
         small_images: Whether to reduce larger images to about a megapixel, to save memory.
@@ -139,8 +139,8 @@ class Snapshot:
         length: Position after the last copied token.
         data: The copied cache contents, in a backend-specific format.
         start: Position of the first copied token. Earlier tokens are not part of the copy.
-        heads: Copies of the states of the heads that draft for the model, by head name. Not used by the model
-            itself.
+        heads: Copies of the states of the model's heads, keyed by head name. The model itself does not use
+            them.
     """
 
     length: int
@@ -154,7 +154,7 @@ class Snapshot:
 
 
 class Vocabulary(Protocol):
-    """The tokenizer of a model."""
+    """A model's tokenizer."""
 
     size: int
     chat_template: str | None
@@ -186,8 +186,8 @@ class Vocabulary(Protocol):
     def same_entries(self, other: Vocabulary) -> bool:
         """Return whether it is certain that every token id stands for the same token in both vocabularies.
 
-        This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. A result of False
-        is inconclusive and makes that comparison necessary.
+        This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. False is
+        inconclusive, so the entries must then be compared one by one.
         """
 
     def is_end(self, token: int) -> bool:
@@ -222,7 +222,7 @@ class LanguageModel(Protocol):
 
     @property
     def max_threads(self) -> int:
-        """Number of CPU threads on an idle machine, or 0 if it cannot be changed."""
+        """Number of CPU threads used on an idle machine, or 0 if it cannot be changed."""
 
     def set_max_threads(self, threads: int) -> None:
         """Set the number of CPU threads to use on an idle machine. Has no effect if `max_threads` is 0."""
@@ -260,8 +260,8 @@ class LanguageModel(Protocol):
             progress: See `prefill`.
 
         Returns:
-            The logits after the last token, as if `verify` had run a tree consisting of it, or None if it
-            still has to be verified.
+            The logits after the last token, as if `verify` had run a tree of only this token, or None if the
+            token still has to be verified.
 
         Raises:
             ContextFullError: The tokens do not fit. The cache is unchanged.
@@ -296,6 +296,8 @@ class LanguageModel(Protocol):
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         """Run the nodes of a token tree after the cached tokens and return their logits.
 
+        If it raises an error, the cache contains no nodes of the tree.
+
         Args:
             tree: The tree. Its root is the last emitted token.
             first: First node to run. Earlier nodes must have been run by earlier calls. Drafters use this to
@@ -309,7 +311,6 @@ class LanguageModel(Protocol):
             ContextFullError: The tree does not fit in the context.
             CapabilityError: The model does not support branches or this width.
             CancelledError: `interrupt` stopped the pass.
-            After any of these errors, the cache contains no nodes of the tree.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -335,8 +336,8 @@ class LanguageModel(Protocol):
     def repeat_cached(self, end: int) -> bool:
         """Append copies of all cached tokens until the cache holds `end` tokens.
 
-        The copies keep their keys and values, so the state differs from that after reprocessing the tokens.
-        Tests of passes in long contexts use this to fill a context quickly. Any uncommitted token tree is
+        The copies keep their keys and values, so the cache differs from one filled by reprocessing the
+        tokens. The bit-exactness trial uses this to fill long contexts quickly. Any uncommitted token tree is
         discarded.
 
         Returns:
@@ -347,12 +348,12 @@ class LanguageModel(Protocol):
         """Clear the cache and make later passes run only the model's first layers, or all layers again.
 
         The first layers include one of each kind of layer. While they run alone, `verify` returns their
-        hidden states in place of logits. Tests of passes use this, because it is faster and reveals
+        hidden states in place of logits. The bit-exactness trial uses this, because it is faster and reveals
         differences that activation rounding in later layers would hide.
 
         Returns:
             Whether passes now run only the first layers. They run all layers if the model does not support
-            this, or if the first layers are more than half of all layers.
+            this, or if the first layers make up more than half of the model.
 
         Raises:
             MemoryBudgetError: The context cannot be allocated again.

@@ -99,7 +99,7 @@ class BaseModel(ABC):
         return self.facts.context_tokens - self.length - self.facts.capabilities.padding_tokens
 
     def _padded(self, tree: TokenTree) -> TokenTree:
-        """Pad a draft tree to a width that the model allows for passes."""
+        """Pad a draft tree to an allowed pass width."""
         return tree.padded(self.facts.capabilities.padded_width(tree.width))
 
     @property

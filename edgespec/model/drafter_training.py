@@ -69,7 +69,7 @@ class DrafterTrainer(Guesser, Protocol):
     """A head or draft model in training, with its optimiser state."""
 
     def step(self, batch: TrainingBatch, done: float) -> float:
-        """Run a training step and return the loss from before the update.
+        """Run a training step and return the loss before the update.
 
         Args:
             batch: Conversations. At least one must have a reply of several tokens.
@@ -210,7 +210,7 @@ class Trainer(Protocol):
         """Enable or disable the adapter."""
 
     def train_step(self, example: TrainingExample) -> float:
-        """Run one training step and return the loss from before the update.
+        """Run one training step and return the loss before the update.
 
         Raises:
             BackendError: The step failed. The adapter is unchanged.

@@ -26,7 +26,7 @@ __all__ = [
 # Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
 # k, and index `layer count` is the output of the last layer, before the final norm.
 POST_NORM = -1
-# This index and those below it stand for the residual streams after the last layer of a model with
+# This index and all lower ones stand for the residual streams after the last layer of a model with
 # hyper-connections (arXiv 2409.19606). The model mixes the streams into one hidden state before the final
 # norm.
 _FIRST_STREAM = POST_NORM - 1
@@ -41,7 +41,7 @@ def stream_states(count: int) -> tuple[int, ...]:
 
 
 class HiddenStateLog:
-    """A buffer of the most recent committed tokens' hidden states.
+    """A buffer for the hidden states of the most recently committed tokens.
 
     Args:
         row_size: Number of values per token.
@@ -169,9 +169,9 @@ class HiddenStateSource(LanguageModel, Protocol):
         Several logs can be open at once. Logging does not change the model's logits.
 
         Args:
-            states: Indices of the hidden states to log, in the order in which a row concatenates them. Index
-                k is the input of layer k, the layer count is the last layer's output before the final norm,
-                and `POST_NORM` is the state after the final norm. See also `stream_states`.
+            states: Indices of the hidden states to log, in the order in which each row concatenates them.
+                Index k is the input of layer k, the layer count is the last layer's output before the final
+                norm, and `POST_NORM` is the state after the final norm. See also `stream_states`.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.

@@ -1,4 +1,4 @@
-"""Images that users send to models, with functions to check and decode them."""
+"""Validate and decode the images that users send to models."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "is_named_like_image", "looks_
 
 # Display names of the supported formats, keyed by Pillow's names.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
-# File type codes ("brands") of HEIC and AVIF files, in which phones store photos.
+# "Brands" (file type codes) of HEIC and AVIF, the formats in which phones store photos.
 _PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
-# Pillow's name for JPEG files with several images, which some cameras write.
+# Pillow's format name for multi-picture JPEG files, which some cameras write.
 _SEVERAL_JPEGS = "MPO"
-# Maximum size of an image file in bytes. A photo of 40 megapixels takes about 20 MB.
+# Maximum size of an image file in bytes. A 40-megapixel photo takes about 20 MB.
 MAX_IMAGE_BYTES = 32 << 20
 # File name extensions of images. `.svg` is missing because SVG files are text.
 _SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # Maximum number of pixels. Decoding takes up to 6 bytes of memory per pixel, so at most 240 MB.
 _MAX_PIXELS = 40_000_000
-# EXIF's tag for the orientation of a photo, and its value for photos that are stored upright.
+# EXIF orientation tag, and its value for photos that are stored upright.
 _ORIENTATION, _UPRIGHT = 0x0112, 1
 # EXIF orientations of at least this value swap width and height.
 _FIRST_TRANSPOSED = 5
-# Pillow's modes in which the values of neighbouring pixels can be blended.
+# Pillow modes in which neighbouring pixel values can be blended.
 _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
 
 
@@ -48,7 +48,7 @@ def is_named_like_image(name: str) -> bool:
 
 
 def looks_like_image(data: bytes) -> bool:
-    """Return whether a file starts like an image in a common format, supported or not."""
+    """Return whether `data` starts with the signature of a common image format, supported or not."""
     return data.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")) or (
         (data.startswith(b"RIFF") and data[8:12] == b"WEBP")
         or (data[4:8] == b"ftyp" and data[8:12] in _PHONE_BRANDS)
@@ -122,7 +122,7 @@ class Image:
 
     @property
     def label(self) -> str:
-        """The name and the size, such as `photo.png, 1,024 x 768 pixels`."""
+        """Name and size, such as `photo.png, 1,024 x 768 pixels`."""
         return f"{self.name}, {self.width:,} x {self.height:,} pixels"
 
     def pixels(self) -> NDArray[np.uint8]:
@@ -139,8 +139,8 @@ class Image:
         Large JPEG files are decoded at a fraction of their size.
 
         Args:
-            width: The width in pixels, at most that of the image.
-            height: The height in pixels, at most that of the image.
+            width: Target width in pixels, at most the image's own width.
+            height: Target height in pixels, at most the image's own height.
 
         Raises:
             AttachmentError: The image is damaged.
@@ -164,7 +164,7 @@ class Image:
         """Rotate and mirror the stored pixels [height, width, channels] as the file specifies."""
         if self.orientation >= _FIRST_TRANSPOSED:
             pixels = pixels.swapaxes(0, 1)
-        # EXIF stores which side of the stored image is the top of the upright one.
+        # The EXIF value encodes which sides of the stored image are the upright image's top and left sides.
         flips_rows, flips_columns = self.orientation in (3, 4, 7, 8), self.orientation in (2, 3, 6, 7)
         return pixels[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1].copy()
 
@@ -193,7 +193,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
         except PIL.Image.DecompressionBombError:
             size = f"far more than {_MAX_PIXELS // 10**6} megapixels"
         except Exception:
-            # Pillow's parsers raise many kinds of errors.
+            # Pillow's parsers raise many exception types.
             size = ""
     if size:
         raise AttachmentError(
@@ -221,7 +221,7 @@ def _load(name: str, image: PillowImage) -> None:
     try:
         image.load()
     except Exception as error:
-        # Pillow's decoders raise many kinds of errors.
+        # Pillow's decoders raise many exception types.
         raise AttachmentError(
             f"{name} is damaged: {error}",
             "open it in an image editor and save it again",

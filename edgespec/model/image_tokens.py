@@ -32,7 +32,7 @@ _HASH_BITS = 29
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedImage:
-    """An image that a model's `prefill` accepts only while this object exists.
+    """An image prepared for a prompt. `prefill` accepts its tokens only while this object exists.
 
     Attributes:
         tokens: The tokens that stand for the image in a prompt: runs of image tokens, and the control tokens
@@ -98,7 +98,7 @@ def end_of_images(tokens: Tokens) -> int:
 
 
 def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
-    """Split a sequence into runs of text and single images. It must not start inside an image."""
+    """Split a sequence, which must not start inside an image, into runs of text and single images."""
     if len(tokens) and not contains_image(tokens):
         yield TokenRun(0, len(tokens), False)
         return

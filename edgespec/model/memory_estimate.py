@@ -73,7 +73,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MachineShare:
-    """One machine's part of a target whose layers are on several machines.
+    """One machine's share of a target whose layers are split across several machines.
 
     Attributes:
         name: The worker's address, or `this machine`.
@@ -81,7 +81,7 @@ class MachineShare:
         weight_bytes: Size of the weights, including the embedding on the target's own machine.
         cache_bytes: Size of the KV cache.
         compute_bytes: Maximum size of the compute buffers.
-        read_fraction: Fraction (0 to 1) of the weight bytes read by a pass that are on this machine.
+        read_fraction: Fraction (0 to 1) of the bytes read by a pass that belong to weights on this machine.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
         has_output: Whether the output layer is on this machine, in which case `weight_bytes` includes it.
         parts: Number of workers that each layer is sharded across. 1 if the machine holds whole layers.
@@ -99,7 +99,7 @@ class MachineShare:
 
     @property
     def layers_text(self) -> str:
-        """The layers in the form shown to the user, such as `12` or `1/2 of 12`."""
+        """User-facing layer count, such as `12` or `1/2 of 12`."""
         return str(self.layers) if self.parts == 1 else f"1/{self.parts} of {self.layers}"
 
     @property
@@ -110,7 +110,7 @@ class MachineShare:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShares:
-    """Where the experts of a mixture-of-experts model are, if a GPU holds the model's other weights.
+    """Placement of a mixture-of-experts model's experts when a GPU holds its other weights.
 
     Attributes:
         layers: Number of layers with experts.
@@ -144,8 +144,8 @@ class MemoryEstimate:
         parts: The memory on this machine.
         machines: The share of each machine, starting with this one. Empty if the whole target is on this
             machine.
-        experts: Where the experts are. None without experts, or without a GPU with its own memory.
-        why_experts_stay: Why `LoadOptions.experts` has no effect. Empty if it has one, or is not set.
+        experts: Where the experts are. None if there are no experts, or no GPU with dedicated memory.
+        why_experts_stay: Why `LoadOptions.experts` has no effect. Empty if it takes effect or is not set.
     """
 
     context_tokens: int
@@ -172,7 +172,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The estimated memory of the model in bytes."""
+        """The model's estimated memory use in bytes."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -186,7 +186,7 @@ class MemoryEstimator(Protocol):
             factors. 0 if it never does.
         why_not_shared: Why concurrent replies cannot share the model's forward passes. Empty if they can.
         streamable_layers: Number of layers whose feed-forward weights can be read from disk in every pass. 0
-            if the model must be in memory as a whole.
+            if the whole model must fit in memory.
     """
 
     name: str

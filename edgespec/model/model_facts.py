@@ -43,7 +43,7 @@ class Adapter:
 
     @property
     def name(self) -> str:
-        """The name of the file without its extension, or of the folder."""
+        """The file name without its extension, or the folder name."""
         path = Path(self.path)
         return path.stem if path.suffix == ".gguf" else path.name
 
@@ -60,8 +60,8 @@ class Capabilities:
         max_branches: Maximum number of leaves in a token tree.
         max_draft_length: Maximum length of a draft in tokens, or depth of a draft tree. Bounded for heads
             that predict a fixed number of tokens.
-        drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
-            longer. True for block-diffusion heads.
+        drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts cost no
+            extra time. True for block-diffusion heads.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit) and
             the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
@@ -113,7 +113,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """Whether the replies of a loaded model are identical to plain decoding, and why.
+    """Whether a loaded model's replies are identical to plain decoding, and why.
 
     Attributes:
         requested: The option `exactness`: `auto`, `bits` or `off`.
@@ -226,7 +226,7 @@ class ModelInfo:
             embedding table.
         kv_bytes: Bytes per token in an f16 KV cache. Sliding-window layers count in full.
         context_tokens: Context length that the model was trained for.
-        vocabulary: Hash of the tokens (`TokenList.digest`). It is the same for models with the same tokens.
+        vocabulary: Hash of the tokens (`TokenList.digest`), which is equal for models with the same tokens.
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
@@ -283,7 +283,7 @@ class OutputLayer:
 
     @property
     def row_growth_bytes(self) -> int:
-        """How many bytes larger a row of logits is than a hidden state."""
+        """Size of a row of logits minus the size of a hidden state, in bytes."""
         return (self.vocabulary_size - self.hidden_size) * _FLOAT32_BYTES
 
 

@@ -83,10 +83,10 @@ class BenchmarkModels:
 
 
 class HeadNetwork(Protocol):
-    """A module that runs one kind of head, such as those of the built-in backends."""
+    """A backend's module for one kind of head."""
 
     def load_head(self, target: Any, head: Head, /) -> Any:
-        """Load a head for a loaded target, whose cache must be empty. Each backend defines the result.
+        """Load a head for a loaded target, whose cache must be empty. The result is backend-specific.
 
         Raises:
             CapabilityError: The head was made for a different target, or cannot be run.
@@ -119,7 +119,7 @@ class HeadSupport:
         convert: Converts a published head to a file of this format, given the head's folder, the number of
             layers in the target, and the path of the file (`edgespec prepare head`). Raises ModelFileError or
             OSError. None if heads are not converted.
-        unconverted: Kinds of heads, such as `EAGLE-1`, that are nevertheless read as published.
+        unconverted: Kinds of heads, such as `EAGLE-1`, that are read as published even if `convert` is set.
         can_crash: Whether a damaged head can crash the process, so that it is first loaded in a separate
             process.
     """
@@ -308,7 +308,7 @@ def register(backend: Backend) -> Callable[[], None]:
     """Register a backend. Its formats take precedence over those of earlier backends.
 
     Returns:
-        A function that removes the backend.
+        A function that unregisters the backend.
 
     Raises:
         ValueError: A format with the same name is already registered.
@@ -330,7 +330,7 @@ def register_head(format_name: str, network: str, support: HeadSupport) -> Calla
     """Register support for heads that are defined outside edgespec, for targets in one format.
 
     Returns:
-        A function that removes this support.
+        A function that undoes the registration.
 
     Raises:
         ValueError: The format already has a network with this name.

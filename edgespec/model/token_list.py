@@ -1,4 +1,4 @@
-"""Read the tokens of models from their files, compare them, and find the longest token."""
+"""Read models' tokens from their files, compare vocabularies, and find the longest token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["TokenList", "longest_piece_bytes", "tokens_of_folder", "tokens_of_he
 # Kinds of tokenizers that store bytes as other characters.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
-# Names of the padding tokens that model converters add at the end of a vocabulary.
+# Names of the padding tokens that model converters append to a vocabulary.
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MAX_TOKENS = 1 << 22

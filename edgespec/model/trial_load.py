@@ -180,13 +180,13 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                     if outcome == _PASSED:
                         _remember(key, _Result(False))
                     elif outcome:
-                        # Save only rejections with a stated reason. Others may be due to too little memory,
-                        # for example.
+                        # Save only rejections with a stated reason. Others may have a temporary cause, such
+                        # as low memory.
                         if reason := outcome.removeprefix(_REFUSED):
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))
                     elif crash := child.crash(models[i]):
-                        # The remaining models are tested in another process.
+                        # A new child process tests the remaining models.
                         reasons[i] = _failure(models[i], crash).what
                         _remember(key, _Result(False, crash))
         except (OSError, BackendError):
@@ -228,7 +228,7 @@ class _Result:
     Attributes:
         ran: Whether tokens were decoded.
         failure: Description of the crash. Empty if there was none.
-        refusal: Why the backend rejected the files. Empty if it did not, or if that is unknown.
+        refusal: Why the backend rejected the files. Empty if it did not, or if the reason is unknown.
     """
 
     ran: bool
@@ -254,8 +254,8 @@ class _Child:
     Args:
         process: The process. It prints progress and outcomes to stdout.
         errors: The file that receives the process's stderr.
-        max_seconds: The time limit of all trials together.
-        cpu_seconds: The CPU time limit of all trials together, set by the process itself.
+        max_seconds: Combined time limit of all trials.
+        cpu_seconds: Combined CPU time limit of all trials, set by the process itself.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ def default_model() -> str:
 
 
 def why_toy(model: str) -> str:
-    """Explain why the toy model is the default. Return an empty string if it is not.
+    """Explain why the toy model is the default, or return an empty string if it is not.
 
     Args:
         model: The name of the default model.
@@ -33,7 +33,7 @@ def why_toy(model: str) -> str:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return an installed package's folder, or None if there is none. The package is not imported."""
+    """Return an installed package's folder without importing the package, or None if there is none."""
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):

@@ -43,10 +43,11 @@ __all__ = [
 Needs: TypeAlias = Literal["draft model", "head", "target", "copy", "nothing"]
 """What a method drafts with: another model, a head, the target itself, a copy of it, or none of these."""
 
-# The order in which user-facing lists show the methods.
+# The order in which methods are listed for users.
 _NEEDS: tuple[Needs, ...] = ("draft model", "head", "target", "copy", "nothing")
 _PACKAGE = "edgespec.methods"
-# Names appear on command lines, in combinations such as `model+suffix`, and in sentences in the chat.
+# Names are kept simple because they appear on command lines, in combinations such as `model+suffix`, and in
+# sentences in the chat.
 _NAME = re.compile(r"[a-z][a-z0-9]*")
 _NOT_METHODS = ("auto", "none")
 
@@ -87,11 +88,11 @@ class HeadKind:
 
     Attributes:
         kinds: Maps a name in a head's metadata or file name, such as `eagle3`, to the kind of head that users
-            see, such as `EAGLE-3`. A name that contains another one comes first. The first word of a kind
+            see, such as `EAGLE-3`. Longer names come before names that they contain. The first word of a kind
             identifies the method.
         network: Key in `FileFormat.networks` of the code that runs the heads. Methods can share a key. If
             empty, the key is the method's name.
-        drafts_in_one_pass: Whether a head drafts several tokens in one pass, rather than one.
+        drafts_in_one_pass: Whether a head drafts all tokens in one pass, rather than one token per pass.
         training: How `edgespec train` trains such heads. None if it cannot.
     """
 
@@ -303,7 +304,7 @@ class Wording(NamedTuple):
         drafts: The plural of `draft`.
         drafted: The participle.
         drafting: The activity.
-        sources: Returns the words that a sentence uses for drafters such as `model+suffix`.
+        sources: Returns how messages refer to drafters such as `model+suffix`.
         subject: Returns the subject of a sentence about a reply with a method such as `auto`.
         without: The term for plain decoding, with which the subject is compared.
         limit: Where the maximum loss is set, in parentheses. Empty in the chat, which cannot change it.

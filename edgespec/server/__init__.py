@@ -1,4 +1,4 @@
-"""The HTTP server: any program can use edgespec's models through the APIs of OpenAI, Anthropic and Ollama.
+"""The HTTP server, which provides edgespec's models through the APIs of OpenAI, Anthropic and Ollama.
 
 A request passes through these modules:
 
@@ -6,9 +6,9 @@ A request passes through these modules:
 2. `security.py` checks the Host and Origin headers and the API key.
 3. `endpoint.py` reads the body, validates it against the endpoint's pydantic model, and calls the
    endpoint's handler. If the client disconnects, the handler and its replies are cancelled.
-4. The handler translates the request into `ReplyRequest`s, opens `Service.generate`, and turns the events of
-   the `Generation` into JSON or into an event stream. `reply_builder.py` does so for APIs whose streams
-   consist of named events.
+4. The handler translates the request into `ReplyRequest`s, enters `Service.generate`, and turns the events of
+   the `Generation` into JSON or an event stream. For APIs whose streams consist of named events,
+   `reply_builder.py` does this.
 5. `models.py` lends the loaded model. `generation.py` reads the replies of the model's `RequestQueue`.
 
 To add an API, write a package next to `openai`:

@@ -37,7 +37,7 @@ __all__ = ["create_app", "describe"]
 
 _log = logging.getLogger(__name__)
 
-# Paths in Ollama's API that change models.
+# Paths of Ollama's endpoints for pushing, creating, copying and deleting models.
 _MODEL_CHANGES = frozenset(f"/api/{name}" for name in ("push", "create", "copy", "delete"))
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -123,7 +123,7 @@ async def health(call: Call[None]) -> Response:
 
 
 async def metrics(call: Call[None]) -> Response:
-    """Return the server's counters for Prometheus."""
+    """Return the server's metrics in Prometheus's text format."""
     gauges = {}
     for model in call.service.models.loaded:
         # Wait in a thread, because a reply may hold the lock of the prefix cache.

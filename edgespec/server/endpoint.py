@@ -1,4 +1,4 @@
-"""Describe the server's APIs and their endpoints, and serve them as ASGI applications.
+"""Declare the server's APIs and endpoints, and serve them as ASGI applications.
 
 Serving a request means reading and validating its body, calling the handler, and reporting errors.
 """
@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 48 * 2**20
 # Maximum combined size in bytes of all request bodies being received. Prevents clients from exhausting
 # memory.
 MAX_BUFFERED_BYTES = 4 * MAX_BODY_BYTES
-# Time limit in seconds for a client to send the whole body.
+# Timeout in seconds for receiving the whole body.
 BODY_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Protocol:
 
     Attributes:
         name: The API's name in the OpenAPI description.
-        prefixes: Prefixes of the API's paths. Errors for unknown paths have the format of the API with the
+        prefixes: Path prefixes of the API. Errors for unknown paths use the format of the API with the
             longest matching prefix.
         endpoints: The API's endpoints.
         error_body: Returns the body of an error response.
@@ -105,7 +105,7 @@ class Protocol:
 
 
 class PathEndpoint:
-    """All endpoints with the same path.
+    """An ASGI application that serves all endpoints with the same path.
 
     Args:
         service: The server's state.

@@ -31,7 +31,7 @@ from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
-# Seconds after which a client should retry if the server is busy or stopping.
+# Value in seconds of the Retry-After header, which is sent when the server is busy or stopping.
 _RETRY_SECONDS = 5
 _MAX_SHOWN_CHARACTERS = 100
 # Matches type names, which pydantic adds to the path of an invalid field that allows several types.
@@ -67,7 +67,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str = "inva
 
 
 def unsupported_content(kind: str, *, param: str) -> ApiError:
-    """Return the error for a content part that is not text, such as audio."""
+    """Return the error for an unsupported content part, such as audio."""
     return invalid_request(
         f"{param} has type {kind[:40]!r}, but edgespec's models accept only text and, in user messages,"
         " images; remove it, or describe it in words",
@@ -137,8 +137,8 @@ def validation_error(
     # Report fields of other endpoints first, because they explain why a required field is missing.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
-    # If a field allows several types, pydantic reports a problem for each. The client probably meant the type
-    # for which only part of the value is wrong.
+    # If a field allows several types, pydantic reports a problem for each. Pick the most deeply nested one,
+    # because the client probably meant the type for which only part of the value is wrong.
     same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
@@ -182,7 +182,7 @@ def validation_error(
 
 
 def _near(place: str, known: Sequence[str]) -> list[str]:
-    """Return similar field names in the same object. For top-level fields, search nested objects too."""
+    """Return similarly named fields of the same object. For a top-level field, also search nested objects."""
     parent, _, name = place.rpartition(".")
     fields = {
         each.rpartition(".")[2]: each for each in known if each.startswith(f"{parent}." if parent else "")

@@ -49,7 +49,7 @@ __all__ = [
 
 _IGNORED = object()
 Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored."), _IGNORED]
-"""The type of a field that can be ignored, because the reply still meets the client's expectations."""
+"""The type of fields that are safe to ignore, because the reply still meets the client's expectations."""
 
 
 def _require(neutral: int, value: Any, name: str | None) -> Any:
@@ -64,21 +64,21 @@ def _require(neutral: int, value: Any, name: str | None) -> Any:
 
 
 Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, info.field_name))]
-"""The type of a field for an unsupported feature. 0 and false are ignored, and other values are rejected."""
+"""The type of an unsupported field that may only be 0 or false. Other values are rejected."""
 One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
-"""The type of a field for an unsupported feature. 1 and true are ignored, and other values are rejected."""
+"""The type of an unsupported field that may only be 1 or true. Other values are rejected."""
 
 # Maximum number of unknown fields in an object, and maximum length of their names in characters. These limits
 # bound the time for comparing names and the size of the list of ignored fields.
 _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
 # Maximum number of items to search for ignored fields. The limit was chosen to bound the search time.
 _MAX_SEARCHED_ITEMS = 1000
-# Minimum similarity (`difflib`) at which an unknown name is probably misspelt, such as `max_token`.
+# Minimum `difflib` similarity at which an unknown name, such as `max_token`, counts as a misspelling.
 _MISSPELT_SIMILARITY = 0.8
 
 
 class _Fields(BaseModel):
-    """A JSON object. Numbers are not converted to strings."""
+    """A JSON object, validated strictly. Numbers, for example, are not converted to strings."""
 
     model_config = ConfigDict(strict=True)
 
@@ -140,7 +140,7 @@ class RequestFields(_Fields):
     """Maps fields of other APIs to the equivalent fields here, in addition to `FOREIGN_NAMES`."""
 
     prompt_field: ClassVar[str] = "messages"
-    """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""
+    """Name of the field that contains the prompt, for error messages about the prompt's length."""
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -293,7 +293,7 @@ if TYPE_CHECKING:
     MaxTokensOrZero = int | None
 
     class ReplyFields(RequestFields):
-        """Reply options under their edgespec names."""
+        """Request fields for the reply options, under their edgespec names."""
 
         ignore_eos: bool | None = None
 

@@ -21,7 +21,7 @@ from edgespec.server.models import LoadedModel
 __all__ = ["ChatPrompt", "Generation", "ReplyPart", "ReplyRequest", "TextPrompt", "TokenPrompt"]
 
 ReplyPart: TypeAlias = tuple[int, TextChunk | Reply]
-"""The index of a reply, and a chunk of it or the finished reply."""
+"""A reply's index, with either a chunk of the reply or the finished reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ReplyRequest:
 class Generation:
     """The replies to one HTTP request. Created by `Service.generate`, which cancels unfinished ones on exit.
 
-    Used in the event loop. A thread per reply reads the `QueuedReply` and forwards its chunks.
+    Use only in the event loop. For each reply, a thread reads the `QueuedReply` and forwards its chunks.
 
     Attributes:
         model: The model that generates the replies.

@@ -27,20 +27,20 @@ __all__ = ["HttpServer"]
 
 _T = TypeVar("_T")
 
-# Time limit in seconds for receiving a request's headers.
+# Timeout in seconds for receiving a request's headers.
 _HEADER_SECONDS = 20.0
-# Close a connection after this many seconds without a request.
+# Keep-alive timeout: idle connections are closed after this many seconds.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Delay in seconds before first checking whether a client that has closed its side of the connection is still
-# reading. The interval doubles with each check, and the second check detects a client that has gone away. The
-# value was chosen, not measured.
+# Delay in seconds before the first check of whether the client of a half-closed connection is still reading.
+# The delay doubles after each check, and the second check detects a client that has gone away. The value was
+# chosen, not measured.
 _READER_CHECK_SECONDS = 0.25
 # Maximum number of connections. Further ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
-# Maximum time in seconds for replies to finish after a stop request.
+# Grace period in seconds for unfinished replies after a stop request.
 _GRACE_SECONDS = 5.0
-# On shutdown, wait this many seconds for clients that neither send nor read.
+# Timeout in seconds for closing connections on shutdown, in case clients neither send nor read.
 _CLOSE_SECONDS = 10
 
 
@@ -96,7 +96,8 @@ class HttpServer:
         service = Service(self._settings)
         server = uvicorn.Server(_configuration(create_app(service)))
         unloading = asyncio.create_task(service.models.unload_idle())
-        # Chats that start now wait for the server's model instead of loading it too.
+        # Create the host before loading the model, so that chats started in the meantime wait for the
+        # server's model instead of loading it too.
         host = ModelHost("edgespec serve", partial(_lend, service.models, self._loop))
         try:
             await self._load(service)
@@ -189,7 +190,7 @@ class _TimedProtocol(H11Protocol):
             self._stop_timer()
 
     def on_response_complete(self) -> None:
-        # Start the next request if the client has already sent it.
+        # This starts the next request if the client has already sent it.
         super().on_response_complete()
         if self._sends_no_more and self._is_busy():
             self._check_reader_in(_READER_CHECK_SECONDS)
@@ -201,7 +202,8 @@ class _TimedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection open for a client that may still be reading its response.
 
-        Clients half-close right after their request. One that does so during the response is treated as gone.
+        Clients that half-close do so right after their request. A client that closes its side during the
+        response is treated as gone.
         """
         if not self._is_busy() or self.cycle.more_body or self.cycle.response_started:
             return False

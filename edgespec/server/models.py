@@ -1,4 +1,4 @@
-"""Load the models that requests name, and unload them, within one memory budget."""
+"""Load and unload the models named in requests, within a single memory budget."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ __all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]
 
 # Seconds between checks for models that have been idle for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
-# Options that name files of a single model. They apply only to the target that the user chose.
+# Options that name files for a single model, so they apply only to the target that the user chose.
 _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
 
 _log = logging.getLogger(__name__)
 
 
-# Time in seconds for which the names of all models are cached. Reading them takes up to a second, which is
-# too slow for a flood of requests with unknown names.
+# Cache lifetime of the list of model names, in seconds. Listing all models takes up to a second, which is too
+# slow for a flood of requests with unknown names.
 _NAMES_SECONDS = 5.0
 # Maximum number of model names in an error message.
 _MAX_SHOWN_NAMES = 10
@@ -61,8 +61,7 @@ _ADDED = re.compile(
     r"^(?:openai|ollama|ollama_chat|anthropic|hosted_vllm|lm_studio|litellm_proxy|custom_openai)/|:latest$",
     re.IGNORECASE,
 )
-# Affixes that clients add to a model's name. Many Ollama clients append the tag, and gateways such as LiteLLM
-# prepend the name of the server's API.
+# Minimum `difflib` similarity at which an unknown name counts as a misspelt model name.
 _MISSPELT_SIMILARITY = 0.7
 
 
@@ -119,7 +118,7 @@ class LoadedModel:
 
     @property
     def memory_bytes(self) -> int:
-        """Maximum system memory used by the model in bytes, excluding Python's own memory."""
+        """Maximum system memory that the model uses, in bytes, excluding Python's own memory."""
         plan = self.runtime.plan
         if plan is None:
             return 0
@@ -199,7 +198,7 @@ class ModelPool:
         # The loaded or loading models, keyed by the files of the model and its adapters.
         self._entries: dict[tuple[Path, ...], _Entry] = {}
         self._leaving: list[LoadedModel] = []
-        # Held while a model is loaded or unloaded. Waiting tasks acquire it in order.
+        # Held while a model is loaded or unloaded. Waiting tasks acquire it in FIFO order.
         self._turn = asyncio.Lock()
         # Keeps references to running tasks, because asyncio holds only weak ones.
         self._unloading: set[asyncio.Task[None]] = set()
@@ -257,7 +256,7 @@ class ModelPool:
         return await asyncio.to_thread(self._find, name)
 
     def find_shared(self, wanted: Identity) -> FoundModel | None:
-        """Return the model that a chat on this machine wants to share, or None. Can be called in any thread.
+        """Return the model that a chat on this machine can share, or None. Can be called from any thread.
 
         The server's own model is shared even if it must be loaded again.
         """
@@ -342,7 +341,7 @@ class ModelPool:
             raise _FileNameError(name)
         resolved = resolve(name, allow_download=False)
         if resolved.source == "path" and name.lower() not in user_aliases():
-            # The name refers to a file in the current folder.
+            # The name matches a file in the current folder.
             raise _FileNameError(name)
         return FoundModel(name, name, resolved)
 
@@ -374,7 +373,8 @@ class ModelPool:
         if found.reference == self._target:
             return {**options, "draft": self._settings.draft}
         backend = found.resolved.backend
-        # The user chose these options for the server's own model, which may use another backend.
+        # Drop options that the user chose for the server's own model, because this model may use another
+        # backend.
         dropped = _SINGLE_MODEL_OPTIONS | backend.ignored_options
         if not backend.shares_kv_type:
             dropped |= {"kv_type"}
@@ -561,7 +561,7 @@ def _memory_note(plan: MemoryPlan | None) -> str:
 
 
 def _fits(options: dict[str, Any]) -> bool:
-    """Return whether a model can be loaded with these options without reductions."""
+    """Return whether a model fits with these load options and without reductions."""
     try:
         plan = edgespec.plan(**options).plan
     except EdgespecError:

@@ -14,9 +14,10 @@ from edgespec.server.errors import ApiError, api_error
 
 __all__ = ["EventStream", "json_line", "json_response", "open_stream", "server_sent_event"]
 
-# After this many seconds of silence, send a comment, so that clients and proxies keep the connection open.
+# Ping interval in seconds. A silent stream sends a comment this often, so that clients and proxies keep the
+# connection open.
 _PING_SECONDS = 10.0
-# Time limit in seconds for a client to receive a part of the response.
+# Timeout in seconds for sending each part of a response.
 SEND_SECONDS = 60.0
 _PING = b": the reply is being prepared\n\n"
 # Many clients split a stream with `str.splitlines`, which also splits at these characters. JSON already

@@ -19,7 +19,7 @@ from edgespec.server.settings import ServerSettings
 
 __all__ = ["Service", "StoredItems"]
 
-# Maximum total size of all items in bytes: about 400 replies of the default maximum length.
+# Maximum total size of all stored items in bytes, enough for about 400 replies of the default maximum length.
 _MAX_STORED_BYTES = 16 * 2**20
 
 

@@ -13,7 +13,7 @@ from edgespec.server.leniency.origins import is_loopback, origins_regex
 __all__ = ["ServerSettings"]
 
 DEFAULT_PORT = 11435  # Next to Ollama's port 11434, so that both can run.
-# Default number of idle seconds after which a model is unloaded, as in Ollama.
+# Default idle time in seconds after which a model is unloaded, as in Ollama.
 DEFAULT_IDLE_UNLOAD_SECONDS = 300.0
 DEFAULT_MAX_WAITING = 16
 
@@ -23,8 +23,8 @@ class ServerSettings:
     """The server's settings: what it serves, and to whom.
 
     Attributes:
-        target: The model for requests that name no model or use a name that no model can have. If None, the
-            default model serves requests that name no model.
+        target: The model for requests that name no model, or whose model name cannot refer to any model.
+            If None, the default model serves requests that name no model.
         draft: The draft model for `target`. Other models use the best one on this machine.
         load_options: Options of `edgespec.load`. Options for a single model apply only to `target`.
         reply_options: Default reply options.

@@ -19,7 +19,7 @@ def check_alias(name: str, reference: str) -> str:
     """Check that `name` can be an alias for a model reference.
 
     Returns:
-        A notice for the user, or an empty string if the model is on this machine.
+        A notice for the user if the model is not on this machine, otherwise an empty string.
 
     Raises:
         OptionError: The name is invalid, or the alias would refer to itself.
@@ -54,7 +54,8 @@ def check_pair(target: str, draft: str) -> str:
     """Check that a draft model can be paired with a target.
 
     Returns:
-        A notice for the user, or an empty string if both models are on this machine and share a vocabulary.
+        A notice for the user if a model is not on this machine or the draft model lacks some of the target's
+        tokens, otherwise an empty string.
 
     Raises:
         OptionError: One of the names is invalid.

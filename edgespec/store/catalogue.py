@@ -1,6 +1,6 @@
 """The catalogue of models that edgespec knows by name, and the user's aliases and draft pairs.
 
-To users of the default model, the catalogue also suggests larger models that fit this machine.
+The catalogue also suggests larger models that fit this machine to users of the default model.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
 
 # Suffixes of short names, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
-# Maximum size of a suggested download. Larger models take hours to download, and are slow on most machines
-# that can hold them.
+# Maximum size of a suggested download in bytes. Larger models take hours to download, and are slow on most
+# machines that can hold them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Size in bytes of an 8,192-token KV cache, and the parameter count of a model that needs this much. For other
-# models, the size is scaled by the square root of the number of parameters.
+# Size in bytes of an 8,192-token KV cache, and the parameter count of a model that needs a cache of this
+# size. For other models, the size is scaled by the square root of the parameter count.
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20
@@ -66,9 +66,9 @@ class ModelEntry:
     Attributes:
         name: The model's name.
         family: Name of the model family. All models in a family share a vocabulary.
-        parameters: Number of parameters.
-        active_parameters: Number of parameters that process each token in a mixture-of-experts model,
-            otherwise 0.
+        parameters: Parameter count.
+        active_parameters: Number of parameters that are active for each token in a mixture-of-experts
+            model, otherwise 0.
         quantisation: The default quantisation.
         context_tokens: Context length that the model was trained with.
         approximate_file_bytes: Approximate size on disk at the default quantisation.
@@ -128,7 +128,7 @@ class ModelEntry:
 
     @property
     def active_fraction(self) -> float:
-        """Fraction of the parameters that process each token."""
+        """Fraction of the parameters that are active for each token."""
         return (self.active_parameters or self.parameters) / self.parameters
 
     @property
@@ -145,7 +145,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class HeadEntry:
-    """A head in the catalogue, which is published or comes with edgespec.
+    """A head in the catalogue, either published on Hugging Face or bundled with edgespec.
 
     Attributes:
         name: The head's name.
@@ -244,17 +244,17 @@ class Catalogue:
         return None
 
     def of_file(self, path: Path) -> ModelEntry | None:
-        """Return the entry of the model at `path` if it comes with edgespec or is recognised, or None."""
+        """Return the entry for the model at `path`, identified by its location or header, or None."""
         if entry := self.embedded_at(path):
             return entry
         name = read_general(path).get("general.name")
         return next((entry for entry in self.entries if name and entry.header_name == name), None)
 
     def of_header(self, path: Path) -> ModelEntry | None:
-        """Return the entry for the model that a GGUF file is a copy of, judging by its header, or None.
+        """Identify a GGUF copy of a catalogue model by its header. Return the model's entry, or None.
 
         Other programs' copies can have any file name and quantisation, but their headers still contain the
-        model's name or its parts. A model that was trained further has a different name.
+        model's name or its parts. Fine-tuned models have different names.
         """
         header = read_general(path)
         parts = ("basename", "size_label", "finetune")
@@ -274,7 +274,7 @@ class Catalogue:
         known = [*also, *self.names]
         typed = name.lower().removesuffix(LATEST)
         found: dict[str, str] = {}
-        # If no name resembles the one with the tag, suggest names that resemble the one without it.
+        # List names that resemble the full name first, then those that resemble the part before the colon.
         for text in dict.fromkeys((typed, typed.partition(":")[0])):
             starts = [candidate for candidate in known if candidate.startswith(text)]
             close = difflib.get_close_matches(text, known, n=8, cutoff=0.5)
@@ -291,7 +291,7 @@ class Catalogue:
 
 
 def _header_names(entry: ModelEntry) -> set[str]:
-    """Return the names that the headers of a model's GGUF files can contain, without spaces and dashes."""
+    """Return the possible names in a model's GGUF headers, reduced to lower-case letters and digits."""
     repository = entry.gguf_repository.rpartition("/")[2].removesuffix("-GGUF")
     return {_letters(name) for name in (entry.header_name, repository) if name}
 
@@ -302,7 +302,7 @@ def _letters(name: str) -> str:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Return the built-in catalogue, which is read once per process."""
+    """Load the built-in catalogue. The result is cached."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: dict[str, list[dict[str, Any]]] = tomllib.load(file)
     entries = [_entry(table) for table in tables["model"]]
@@ -367,12 +367,20 @@ def user_aliases_path() -> Path:
 
 
 def user_aliases() -> dict[str, str]:
-    """Return the user's aliases as {lower-case name: reference}. Raises ModelNotFoundError if invalid."""
+    """Return the user's aliases as {lower-case name: reference}.
+
+    Raises:
+        ModelNotFoundError: The alias file is invalid.
+    """
     return _user_table("aliases", 'big = "hf:user/repo:Q4_K_M"')
 
 
 def user_pairs() -> dict[str, str]:
-    """Return the user's pairs as {lower-case target: draft model}. Raises ModelNotFoundError if invalid."""
+    """Return the user's pairs as {lower-case target: draft model}.
+
+    Raises:
+        ModelNotFoundError: The alias file is invalid.
+    """
     return _user_table("pairs", '"70b-q4" = "1b-q4"')
 
 
@@ -399,7 +407,7 @@ def _user_table(name: str, example: str) -> dict[str, str]:
 
 
 class Suggestion(NamedTuple):
-    """A target and its draft model, if it has one.
+    """A suggested target, with its draft model if it has one.
 
     Attributes:
         target: Model reference of the target.
@@ -413,11 +421,11 @@ class Suggestion(NamedTuple):
 
 
 def needed_bytes(file_bytes: int, parameters: int) -> int:
-    """Estimate the memory that a model and its draft model need with a context of 8,192 tokens.
+    """Estimate the bytes of memory that a model and its draft model need with a context of 8,192 tokens.
 
     Args:
-        file_bytes: Size of the files of both models.
-        parameters: Number of parameters of the model.
+        file_bytes: Combined size of both models' files.
+        parameters: The target's parameter count.
     """
     return round(file_bytes + _OTHER_BYTES + _CACHE_BYTES * math.sqrt(parameters / _CACHE_PARAMETERS))
 
@@ -425,14 +433,14 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
 def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
     """Return the three largest suggested models that fit, with their draft models, smallest first.
 
-    Only the catalogue is consulted.
+    The choice is based only on the sizes in the catalogue.
 
     Args:
         budget_bytes: Memory that edgespec may use.
         model_format: `gguf` or `mlx`.
 
     Returns:
-        The suggestions. Fewer than three, or none, if memory is tight.
+        The suggestions, fewer than three if memory is tight.
     """
     suggestions = []
     for entry in load_catalogue().entries:

@@ -216,7 +216,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # Other programs use the same lock, which ensures that only one of them downloads the file at a time.
+    # Other programs take the same lock, so only one of them downloads the file at a time.
     with FileLock(lock, timeout=_LOCK_SECONDS):
         if not blob.exists():
             partial_file = blob.with_name(f"{etag}.edgespec")
@@ -239,7 +239,7 @@ def _link(blob: Path, pointer: Path) -> None:
 
 
 def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[int], None]) -> None:
-    """Download the rest of a partial file and verify it. It is deleted only if verification fails."""
+    """Download the rest of a partial file and verify it. The file is deleted only if verification fails."""
     import httpx2
 
     failures = 0
@@ -274,7 +274,7 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
                         code="download_interrupted",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
-                # Report progress, because the user may have cancelled the download while no data arrived.
+                # Report progress so that the user can cancel the download even while no data arrives.
                 report(done_bytes)
     has_checksum = len(etag) in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
     if size_bytes and done_bytes != size_bytes:

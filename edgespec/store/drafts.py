@@ -79,7 +79,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and where it comes from, for messages."""
+        """The expected speed-up and how it was determined, for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -104,7 +104,7 @@ class DraftChoice:
     Attributes:
         draft: The model, or None if no model is suitable.
         reason: Why this model was chosen, or why none was.
-        is_expected: Whether the choice needs no explanation. If False, the user is notified of it.
+        is_expected: Whether the user would expect this choice. If not, a notice explains it.
         source: `user` if it was set with --draft or `edgespec models pair`, otherwise `automatic`.
     """
 
@@ -123,7 +123,7 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
     options: dict[str, DraftOption] = {}
     recommended = _recommended(target)
     if info is not None:
-        # `--draft auto` uses the demo's draft models only for the demo.
+        # The demo's draft models are offered only for the demo.
         models = (
             model
             for model in installed.models
@@ -346,7 +346,7 @@ def _catalogue_option(target: Resolved, info: ModelInfo | None, name: str) -> Dr
 
 
 def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
-    """Return the target's number of parameters and size in bytes, read from its file if possible."""
+    """Return the target's parameter count and size in bytes, read from its file if possible."""
     if info is not None:
         return info.parameters, info.pass_bytes
     if target.entry is not None:

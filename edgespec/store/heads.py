@@ -56,8 +56,8 @@ HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
 # Maximum number of entries to read in a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
-# Where to look for heads, most preferred first. A head next to the model takes precedence over the catalogue,
-# because the user probably put it there to use it.
+# Where heads are found, most preferred first. A head next to the model takes precedence over one from the
+# catalogue, because the user probably put it there on purpose.
 _SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
 
 
@@ -129,7 +129,7 @@ def head_options(target: Resolved) -> list[HeadOption]:
         if method_of(kind)
     ]
     published = load_catalogue().heads_for(target.entry)
-    # A published head can be in the same repository as the target, and thus in the same folder of the cache.
+    # A published head in the target's repository is also in the target's cache folder. Do not list it twice.
     downloaded = {_cached_head(entry) for entry in published}
     beside = (path for path in _sidecars(target.path) if path not in downloaded)
     options += filter(None, (_installed(path, str(path), "beside", target, info) for path in beside))
@@ -139,7 +139,7 @@ def head_options(target: Resolved) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the heads for a catalogue model that is not on this machine, those in its files first."""
+    """Return the heads for a catalogue model that is not on this machine, starting with its own."""
     own = [
         HeadOption("", kind, None, "target", problem=_why_not_yet(kind, entry.file_format))
         for kind in entry.heads
@@ -196,7 +196,7 @@ def _other_head(refused: Resolved, target: Resolved) -> str:
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
-    """Yield files and folders in or next to a model's folder whose names look like heads."""
+    """Yield files and folders in or next to a model's folder that are named like heads."""
     names = "|".join({*head_names(), *head_kinds()})
     is_sidecar = re.compile(rf"(?:{names})\d?(?:[-_.]|$)", re.IGNORECASE).match
     for folder in (target, target.parent) if target.is_dir() else (target.parent,):
@@ -271,7 +271,7 @@ def _speedup(kind: str, head_bytes: int, target_bytes: int) -> float:
 
 
 def _why_not_yet(kind: str, form: FileFormat) -> str:
-    """Return why edgespec cannot use such heads with targets in this format, or an empty string."""
+    """Return why this kind of head is not supported for targets in this format, or an empty string."""
     method = method_of(kind)
     if method in form.heads:
         return ""

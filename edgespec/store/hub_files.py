@@ -78,7 +78,7 @@ class HubFile:
 
     @property
     def quantisation(self) -> str:
-        """The upper-case quantisation that ends the name, such as `Q4_K_M`, or an empty string."""
+        """The quantisation at the end of the name in upper case, such as `Q4_K_M`, or an empty string."""
         match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
         return match.group(1).upper() if match else ""
 
@@ -172,8 +172,8 @@ def is_gguf_model(file: HubFile) -> bool:
 def best_projector(names: Iterable[str], model: str) -> str | None:
     """Return the name of the best projector for the file `model`, or None.
 
-    Projectors have `mmproj` in their names. The best one has the name most similar to the model's or, on
-    a tie, the best data type.
+    Projectors have `mmproj` in their names. The best one shares the longest prefix with the
+    model's name. Ties are broken by data type.
     """
 
     def rank(name: str) -> tuple[int, int, str]:
@@ -223,12 +223,12 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
 
 
 def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files of the head in a repository: its GGUF files, or its configuration, then its weights.
+    """Return a head's files: GGUF files if any, otherwise the configuration followed by the weights.
 
     Args:
         repository: `user/repo`, for error messages.
         files: The files in the repository.
-        quantisation: As for `choose_files`. Only GGUF repositories have several.
+        quantisation: As for `choose_files`. Must be None if there are no GGUF files.
 
     Raises:
         ModelNotFoundError: The repository contains no readable head.

@@ -1,4 +1,4 @@
-"""Search Hugging Face for models, fetching only their descriptions."""
+"""Search Hugging Face for models, fetching only their metadata."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["search_hub"]
 
 # The quantisation that edgespec downloads by default, and its average number of bits per weight.
 _QUANTISATION, _BITS = "Q4_K_M", 4.85
-# Maximum time in seconds to wait for a response from the hub. It is short, because the user is waiting.
+# Timeout in seconds for a search. It is short, because the user is waiting.
 _TIMEOUT_SECONDS = 10.0
 
 
 def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
-    """Return catalogue entries for the GGUF models on Hugging Face that match a search text.
+    """Return catalogue entries for the GGUF models on Hugging Face that match a query.
 
     Args:
-        text: Words that the repository's name contains, such as `qwen coder`.
+        text: Words to look for in repository names, such as `qwen coder`.
         limit: Maximum number of results.
 
     Returns:
-        The entries, most downloaded first. Sizes are estimated from the number of parameters, or 0 if that is
+        The entries, most downloaded first. Sizes are estimated from the parameter count, or 0 if it is
         unknown.
 
     Raises:
@@ -41,7 +41,7 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
         "expand": ["gguf", "gated"],
     }
     try:
-        # Do not use `HfApi.list_models`, because it would retry for half a minute if the hub is unreachable.
+        # Do not use `HfApi.list_models`, which retries for half a minute if the hub is unreachable.
         response = get_session().get(
             f"{constants.ENDPOINT}/api/models", params=params, timeout=_TIMEOUT_SECONDS
         )
@@ -73,7 +73,7 @@ def _failed(reason: str, next_step: str, code: str = "") -> DownloadError:
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:
-    """Create a catalogue entry for a repository. `facts` is what the hub read from one of its GGUF files."""
+    """Create a catalogue entry for a repository. `facts` is the hub's metadata for one of its GGUF files."""
     if known := load_catalogue().of_repository(repository):
         return known
     parameters = int(facts.get("total") or 0)

@@ -216,7 +216,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return a model's shortest reference and its catalogue entry. Fall back to its path and None."""
+    """Return a model's shortest working reference and its catalogue entry, or its path and None."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)
@@ -277,7 +277,7 @@ def model_info(path: Path, form: ModelFormat) -> ModelInfo:
 
 
 def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
-    """Return whether the models use the same token IDs. If that is unknown, return True."""
+    """Return whether the models use the same token IDs, or True if that is unknown."""
     if not target[2] or not draft[2] or target[2] == draft[2]:
         return True
     target_tokens, draft_tokens = _read_tokens(target, draft)
@@ -430,7 +430,7 @@ class RecommendedSetting(NamedTuple):
 
 
 def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> dict[str, RecommendedSetting]:
-    """Return the recommended sampling settings of a model, by name.
+    """Return a model's recommended sampling settings by name.
 
     The user's own settings take precedence. If several sources define a setting, the first of these wins: the
     program that stores the model, the model's files, the catalogue. The catalogue's settings also apply to

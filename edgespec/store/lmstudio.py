@@ -134,7 +134,7 @@ def _matches(file: HubFile, quantisation: str | None) -> bool:
 
 
 def _repository(name: str) -> Iterator[_Repository]:
-    """Yield the folder `publisher/repository` from each of LM Studio's models folders that contains it."""
+    """Yield the repository called `name` from each of LM Studio's models folders that has one."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
         publisher_folder = find_child(root, publisher)
@@ -152,7 +152,7 @@ def _repositories(budget: EntryBudget) -> Iterator[_Repository]:
     """
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
-        # Search the folder in one pass, so that the limit on entries applies to all of it.
+        # Search each models folder in a single pass, so that the limit on entries covers all of it.
         for path in files_below(root, _MAX_DEPTH + 2, budget):
             parts = path.relative_to(root).parts
             if len(parts) > 2 and (path.name == _CONFIG or path.name.lower().endswith(".gguf")):

@@ -21,8 +21,8 @@ _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _PROJECTOR = "application/vnd.ollama.image.projector"
 _PARAMETERS = "application/vnd.ollama.image.params"
-# Kinds of files that edgespec does not use, with user-facing names. They include templates, because Ollama's
-# are Go templates.
+# Media types of files that edgespec does not use, with user-facing names. Templates are among them, because
+# Ollama's are Go templates.
 _UNUSED = {
     "application/vnd.ollama.image.template": "template",
     "application/vnd.ollama.image.system": "system prompt",
@@ -132,7 +132,7 @@ def _gguf_files(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[Path, t
 
 
 def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the parameters in a model's Modelfile, or an empty mapping if there are none to read."""
+    """Return the parameters in a model's Modelfile, or an empty mapping if they are missing or unreadable."""
     match = _DIGEST.fullmatch(dict(parts).get(_PARAMETERS, ""))
     if match:
         with suppress(OSError, ValueError, RecursionError):
@@ -144,7 +144,7 @@ def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any
 
 
 def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
-    """Return a model's projector, or None. A damaged projector is ignored, because text does not need it."""
+    """Return a model's projector, or None. A damaged one is ignored, because text chats do not need it."""
     with suppress(ModelFileError):
         for kind, digest in parts:
             if kind == _PROJECTOR:
@@ -155,8 +155,8 @@ def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
 def _unused(parts: Sequence[tuple[str, str]], parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a model's parts that edgespec does not use.
 
-    Stop strings are left out, because most manifests contain some, and they only repeat the end tokens in the
-    GGUF file.
+    Stop strings are left out, because most manifests contain some, and they only duplicate the end tokens in
+    the GGUF file.
     """
     kinds = dict(parts)
     unused = [name for kind, name in _UNUSED.items() if kind in kinds]

@@ -78,7 +78,7 @@ def find_in_other_programs(
 
 
 def are_same_size(paths: Iterable[Path]) -> bool:
-    """Return whether all models have exactly the same size, which means that they are probably copies."""
+    """Return whether all models have exactly the same size, and are therefore probably copies."""
     return len({_size(path) for path in paths}) <= 1
 
 

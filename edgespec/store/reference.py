@@ -318,7 +318,7 @@ def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
 
 
 def _refuse_local_name(reference: HubReference) -> None:
-    """Raise ModelNotFoundError if the reference is a GGUF file's path without its suffix."""
+    """Raise ModelNotFoundError if the reference is a GGUF file's path without the suffix."""
     file = Path(f"{reference.repository}.gguf")
     if not reference.explicit and file.is_file():
         raise ModelNotFoundError(
@@ -487,7 +487,7 @@ class StoreReference:
 
 @dataclass(frozen=True)
 class NameReference:
-    """A name from the catalogue, Ollama or the user's aliases, with the tag after the colon."""
+    """A name from the catalogue, Ollama or the user's aliases, with an optional tag after a colon."""
 
     name: str
     tag: str | None

@@ -65,7 +65,7 @@ def resolve_head_metadata(reference: str, folder: Path, progress: Progress | Non
 
 
 def _named(folder: Path, resolved: Resolved) -> Resolved:
-    """Correct a model's note, which contains its path, if only metadata was downloaded to `folder`."""
+    """If only metadata was downloaded, replace the path in the model's note with `not on this machine`."""
     if not resolved.path.is_relative_to(folder):
         return resolved
     return replace(resolved, note=resolved.note.removesuffix(f": {resolved.path}") + ", not on this machine")

@@ -52,8 +52,8 @@ def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        shared_token_fraction: Fraction of the target's tokens that the draft model also has. It cannot
-            propose any others.
+        shared_token_fraction: Fraction of the target's tokens that the draft model also has. No other
+            tokens can be drafted.
     """
     rate = RATE_AT_EQUAL_SIZE + RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
     return min(max(rate, MIN_ASSUMED_RATE), MAX_ASSUMED_RATE) * shared_token_fraction
@@ -130,7 +130,7 @@ def add_acceptance(target: LocalModel, draft: LocalModel, drafted: int, accepted
 
 
 def _counts(key: str) -> tuple[int, int]:
-    """Return the saved numbers of drafted and accepted tokens."""
+    """Return the saved drafted and accepted token counts."""
     match Facts().get(_KIND, key):
         case [int(drafted), int(accepted)] if 0 <= accepted <= drafted:
             return drafted, accepted

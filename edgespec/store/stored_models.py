@@ -140,7 +140,7 @@ def files_below(
 
 
 def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list[os.DirEntry[str]]:
-    """Return a folder's entries, sorted by name. Empty if it is unreadable or has too many entries."""
+    """Return a folder's entries sorted by name, or none if it is unreadable or has too many entries."""
     limit = max(0, min(budget.left, own_budget.left))
     try:
         with os.scandir(folder) as iterator:

@@ -1,6 +1,6 @@
 """Determine how many cores this process can use, and how many of them other programs keep busy.
 
-Linux control groups can limit the CPU time of this process, and its memory.
+This module also finds the Linux control groups that limit this process's CPU time and memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 __all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "control_groups", "usable_cores"]
 
-# Number of cores used by other programs above which speed measurements are considered distorted.
+# Speed measurements are considered distorted if other programs use more than this number of cores.
 MAX_BUSY_CORES = 0.3
 
 _READ_INTERVAL_SECONDS = 0.25
@@ -104,7 +104,7 @@ class CpuLoad:
         return self._clock(), self._busy_seconds(), self._own_seconds()
 
     def busy_cores(self) -> float:
-        """Return the average number of cores that other programs used during the last quarter of a second."""
+        """Return how many cores other programs used recently on average, or 0 in an `ignored` block."""
         with self._lock:
             if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
                 before, self._reading = self._reading, self._read()
@@ -115,7 +115,7 @@ class CpuLoad:
 
 
 CPU_LOAD = CpuLoad()
-"""The load of this machine, shared by all models."""
+"""This machine's CPU load, shared by all models."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ PARALLEL_READS, READ_BYTES = 4, 2 << 20
 """Number of parallel reads and the size of each, chosen to reach a disk's full speed. On a virtual disk, four
 reads of 2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8.
 """
-# Time limit in seconds for a measurement. Chosen so that the wait is not noticeable.
+# Time limit for a measurement in seconds, chosen so that the wait is not noticeable.
 _READ_SECONDS = 0.3
-# Size in bytes of the temporary file for measuring a folder's disk.
+# Size in bytes of the temporary file for measuring the read speed of a folder's disk.
 _MEASURED_BYTES = 32 << 20
 # Size in bytes of the blocks that `os.stat` counts.
 _BLOCK_BYTES = 512
@@ -71,7 +71,7 @@ def append_error(path: Path) -> OSError | None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Add the missing reason to errors from NumPy when it fails to write a file inside the block.
+    """Add the reason, which NumPy omits, to errors from writing a file in the block.
 
     Args:
         path: The file that the block writes.
@@ -112,7 +112,7 @@ def open_uncached(path: Path) -> int:
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         try:
-            # Some file systems open the file, but then fail to read it without the page cache.
+            # Some file systems accept `O_DIRECT` when opening a file, but then fail to read it.
             with mmap.mmap(-1, mmap.PAGESIZE) as page:
                 os.preadv(file, [page], 0)
             return file
@@ -129,7 +129,7 @@ def is_sparse(path: Path) -> bool:
 
 
 def stores_holes(path: Path) -> bool:
-    """Return whether mapping a file's holes into memory stores them, as in memory file systems (tmpfs).
+    """Return whether reading a mapped hole allocates storage for it, as in memory file systems (tmpfs).
 
     Args:
         path: A file that ends with a hole.

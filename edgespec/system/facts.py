@@ -25,9 +25,8 @@ _VERSION = 1
 # per pair of installed models, and the largest value takes about 10 KiB. Both limits were chosen to leave
 # ample room.
 _MAX_FACTS, _MAX_VALUE_BYTES = 5000, 2**18
-# Seconds to wait while another process writes to the file, and seconds to leave the file alone after such a
-# wait times out, so that a process that hangs while writing does not delay every call. Both were chosen, not
-# measured.
+# Lock timeout in seconds, and seconds to leave the file alone after a timeout, so that a process that hangs
+# while writing does not delay every call. Both were chosen, not measured.
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 60.0
 _CREATE_TABLE = "CREATE TABLE facts (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
 _DELETE_OLDEST = (
@@ -46,7 +45,7 @@ class _Unsaved:
 
     Attributes:
         facts: The facts that could not be saved, by kind and key.
-        why: Why the last facts could not be saved. Empty if they were.
+        why: Why the last save failed, or empty if it succeeded.
         locked_until: Time until which to leave the file alone, because another process has locked it.
     """
 
@@ -65,8 +64,9 @@ class _DamagedError(Exception):
 class Facts:
     """A persistent key-value store of JSON facts, grouped by kind.
 
-    The file never causes an error or a long wait. A damaged file is replaced. If the file cannot be written,
-    new facts are kept in memory. Each fact has a checksum, so that damaged facts are not used.
+    Problems with the file never make `get` or `put` raise an error or wait long. A damaged file is replaced.
+    If the file cannot be written, new facts are kept in memory. Each fact has a checksum, so that damaged
+    facts are not used.
 
     Thread-safe and fork-safe, because each call reopens the file. Several processes can use the file at once.
 
@@ -80,7 +80,7 @@ class Facts:
 
     @property
     def notice(self) -> str:
-        """Why the last facts could not be saved. Empty if they were."""
+        """Why the last save failed, or empty if it succeeded."""
         why = self._unsaved.why
         return f"measurements cannot be saved in {self.path}: {why}" if why else ""
 
@@ -121,7 +121,7 @@ class Facts:
                 unsaved.facts.pop(row, None)
 
     def delete(self, *kinds: str) -> int:
-        """Delete all facts of some kinds, and return the number of bytes freed.
+        """Delete all facts of the given kinds, and return the number of bytes freed.
 
         Raises:
             OSError: The file cannot be written.

@@ -88,7 +88,7 @@ def _platform_folder(default: str, variables: str) -> Path:
 
 
 def home_folder() -> Path | None:
-    """Return the user's home folder, or None if it is unknown, which can happen in containers."""
+    """Return the user's home directory, or None if it is unknown, which can happen in containers."""
     path = Path(os.path.expanduser("~"))
     return path if path.is_absolute() else None
 
@@ -97,7 +97,7 @@ def data_folder() -> Path:
     """Return the folder for user data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder.
 
     Raises:
-        ConfigurationError: The path is relative, or the home folder is unknown.
+        ConfigurationError: The path is relative, or the home directory is unknown.
     """
     return _folder("EDGESPEC_DATA_DIR", "user_data_path")
 
@@ -106,7 +106,7 @@ def cache_folder() -> Path:
     """Return the cache folder: `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder.
 
     Raises:
-        ConfigurationError: The path is relative, or the home folder is unknown.
+        ConfigurationError: The path is relative, or the home directory is unknown.
     """
     return _folder("EDGESPEC_CACHE_DIR", "user_cache_path")
 
@@ -115,7 +115,7 @@ def config_folder() -> Path:
     """Return the settings folder: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder.
 
     Raises:
-        ConfigurationError: The path is relative, or the home folder is unknown.
+        ConfigurationError: The path is relative, or the home directory is unknown.
     """
     return _folder("EDGESPEC_CONFIG_DIR", "user_config_path")
 
@@ -124,7 +124,7 @@ def log_folder() -> Path:
     """Return the folder for llama.cpp's log file.
 
     Raises:
-        ConfigurationError: The home folder is unknown.
+        ConfigurationError: The home directory is unknown.
     """
     return _platform_folder("user_log_path", "HOME or XDG_STATE_HOME")
 

@@ -1,4 +1,4 @@
-"""Return package versions, and shell commands to show in messages, such as the installation command."""
+"""Package versions, and shell commands for messages, such as the installation command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def package_version(package: str) -> str:
 
 
 def chat_command() -> str:
-    """Return the shell command that starts a chat, in the form that the user used to start edgespec.
+    """Return the shell command that starts a chat, matching the way the user started edgespec.
 
     This is `scripts/chat` if that script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the `edgespec` on
     PATH belongs to this installation, and Python with `-m edgespec chat` otherwise.
@@ -58,5 +58,5 @@ def setup_command(packages: str = "") -> str:
 
 
 def pip_command(*arguments: str) -> str:
-    """Return a pip command for edgespec's own Python environment."""
+    """Return a `pip install` command for edgespec's own Python environment."""
     return shlex.join([sys.executable, "-m", "pip", "install", *arguments])

@@ -45,7 +45,7 @@ FOREIGN_NAMES = {
     "temp": "temperature",
     "typical": "typical_p",
 }
-"""Other programs' and APIs' option names, mapped to edgespec's names."""
+"""Option names of other programs and APIs, mapped to edgespec's names."""
 
 REMOVED_NAMES = {
     "/vi": "Press Ctrl+G in the full-screen chat to write your message in a text editor",
@@ -54,12 +54,12 @@ REMOVED_NAMES = {
 """Methods and slash commands of earlier versions, mapped to advice on what to use instead."""
 
 _MAX_NAMES = 4
-# Penalty, counted in typing errors, if only part of a name was typed, such as --temp.
+# Penalties, counted as typing errors, for omitting the end or the start of a name, as in `--temp`.
 _END_MISSING = _START_MISSING = 0.5
 
 
 def nearest(typed: str, names: Iterable[str]) -> list[str]:
-    """Return up to four names that are most similar to `typed`.
+    """Return the names most similar to `typed`, at most four.
 
     A swapped, missing, extra or wrong letter counts as one error, and at most a third of the letters may be
     wrong. `typed` may also be the beginning of a name, or lack its first words. Case, dashes and underscores

@@ -1,4 +1,4 @@
-"""Wait for long calls so that Ctrl-C and progress callbacks can interrupt the wait."""
+"""Wait for long calls in a way that Ctrl-C and progress callbacks can interrupt."""
 
 from __future__ import annotations
 

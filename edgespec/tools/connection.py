@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerConnection", "Toolbox"]
 
-# Maximum time in seconds to start a server and list its tools. This is long, because `npx` and similar
+# Timeout in seconds for starting a server and listing its tools. It is long because `npx` and similar
 # programs may download the server first.
 _START_SECONDS = 60.0
-# Maximum time in seconds to stop a server. The transport itself gives up earlier, unless the machine is very
+# Timeout in seconds for stopping a server. The transport itself gives up earlier, unless the machine is very
 # busy.
 _STOP_SECONDS = 10.0
 # Seconds to wait for the transport to report why a connection was lost.
@@ -45,7 +45,7 @@ class ServerConnection:
         config: The server's configuration.
         tools: The server's tools. Kept if the server exits on its own, because the next call restarts it.
             Empty before the first start and after `stop`.
-        left_out: Number of tools that were left out because they are invalid or too many.
+        left_out: Number of tools left out because they are invalid or exceed the limit.
         problem: Why the server failed to start or exited on its own. Empty otherwise.
     """
 
@@ -148,7 +148,7 @@ class ServerConnection:
     async def _list_tools(self, client: Client) -> tuple[tuple[Tool, ...], int]:
         """Return the server's tools and the number of tools left out. See `accepted_tools`.
 
-        A server can split its list of tools into several pages.
+        A server can paginate its list of tools.
         """
         listed, cursor = [], None
         while True:
@@ -185,7 +185,8 @@ def _reason(error: BaseException) -> str:
     """Describe an error in one line. For an exception group, describe its first exception."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    # Import this here, like the SDK, because importing it at startup would delay the chat's first screen.
+    # Import httpx2 here, as the SDK does, because importing it at startup would delay the chat's first
+    # screen.
     import httpx2
 
     if isinstance(error, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Read the user's MCP servers from `tools.toml`, which is next to the settings file."""
+"""Load the user's MCP servers from `tools.toml`, which is next to the settings file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _is_http(url: str) -> bool:
 
 
 def allow_always(server: str, tool: str) -> None:
-    """Add a tool to the server's list of tools that can run without the user's confirmation.
+    """Add a tool to the server's `allow` list, so that it can run without the user's confirmation.
 
     Raises:
         ConfigurationError: `tools.toml` cannot be changed.

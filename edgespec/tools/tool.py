@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_TOOLS", "Tool", "ToolResult", "Veto", "accepted_tools", "limited", "visible"]
 
-# Maximum number of tools per server. Each tool uses about a hundred tokens of the context.
+# Maximum number of tools per server. Each tool takes up about a hundred tokens of context.
 MAX_TOOLS = 100
 _MAX_DESCRIPTION_CHARACTERS = 1_000
 _MAX_SCHEMA_CHARACTERS = 20_000
@@ -29,7 +29,7 @@ _INVISIBLE = re.compile(
     r"\ud800-\udfff\U000e0000-\U000e0fff]"
 )
 Veto: TypeAlias = Literal["", "refused", "stopped"]
-"""Whether the user refused a call, or stopped the call or the whole reply. Empty if neither."""
+"""How the user vetoed a call: `refused`, `stopped` (the call or the whole reply), or empty if not at all."""
 
 # Prefix of a failed call's text, which tells the model that the call failed.
 _FAILED = "Error: "
@@ -81,7 +81,7 @@ class _Listed(Protocol):
 
 
 def accepted_tools(server: str, listed: Iterable[_Listed]) -> tuple[tuple[Tool, ...], int]:
-    """Return the usable tools that a server lists, and the number of tools left out.
+    """Return a server's usable tools, and the number of tools left out.
 
     A tool is left out if its name is invalid or repeated, if its schema is too large, or if 100 tools have
     already been accepted.
@@ -115,7 +115,7 @@ class ToolResult:
         text: The result to send to the model, or the error message if the call failed.
         failed: Whether the call failed.
         seconds: Duration of the call in seconds.
-        veto: Whether the call failed because the user refused it or stopped it.
+        veto: Whether the user refused or stopped the call. See `Veto`.
     """
 
     text: str
@@ -134,7 +134,7 @@ class ToolResult:
 
     @classmethod
     def failure(cls, problem: str, seconds: float = 0.0, *, veto: Veto = "") -> ToolResult:
-        """Create the result of a call that failed before or while reaching the tool."""
+        """Create the result of a call that failed without a result from the tool."""
         return cls(f"{_FAILED}{problem}", True, seconds, veto)
 
     @classmethod

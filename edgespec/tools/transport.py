@@ -1,7 +1,7 @@
 """Connect to MCP servers, and limit how much data a server may send.
 
 The MCP SDK's transports buffer messages of any length, so a broken or malicious server could exhaust memory.
-This transport accepts at most 8 MiB from a server between two of our requests.
+This transport accepts at most 8 MiB from a server between two of edgespec's requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logging.getLogger("mcp").propagate = False
 
 
 class FloodError(Exception):
-    """Raised when a server sends more data than the limit allows."""
+    """Raised when a server exceeds the limit on received data."""
 
 
 class Problems:
@@ -111,7 +111,7 @@ async def _http(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any]
 
 
 class _LimitedHTTP(httpx2.AsyncBaseTransport):
-    """Wraps a transport and limits the size of the responses."""
+    """Wraps a transport to limit the size of responses."""
 
     def __init__(self, inner: httpx2.AsyncBaseTransport, allowance: _Allowance) -> None:
         self._inner = inner
@@ -238,7 +238,7 @@ async def _end(process: Process) -> None:
             break
         _signal(process, number)
     await _has_ended(process)
-    # Also kill the processes that the server started, which can outlive it.
+    # Also kill processes started by the server, which can outlive it.
     _signal(process, "SIGKILL")
     with anyio.move_on_after(_END_SECONDS), suppress(OSError, anyio.BrokenResourceError):
         await process.aclose()
@@ -252,7 +252,7 @@ async def _has_ended(process: Process) -> bool:
 
 
 def _signal(process: Process, name: str) -> None:
-    """Send a signal to a server and the processes it started. On Windows, only the server is killed."""
+    """Send a signal to a server and the processes it started. On Windows, kill only the server."""
     with suppress(OSError):
         if os.name == "posix":
             os.killpg(process.pid, getattr(signal, name))

@@ -31,7 +31,7 @@ BATCH_TOKENS = 1_536
 # With few conversations, batches are smaller, to get about 1,500 steps. The minimum of 256 tokens is about
 # one conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
-# Number of epochs. With more, the head overfits and becomes worse on other text.
+# Number of epochs. With more, heads overfit and become worse on other text.
 PASSES = 3
 
 
@@ -116,7 +116,7 @@ def batches(
 
 
 def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-    """Return the batch for each training step, deterministically, so that training can be resumed."""
+    """Return the batch for each training step. The order is deterministic, so training can be resumed."""
     tokens = PASSES * sum(len(each.tokens) for each in conversations)
     batch_tokens = min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, tokens // _WANTED_STEPS))
     return [

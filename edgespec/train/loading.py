@@ -118,7 +118,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
 
 @contextmanager
 def load_target(path: Path, name: str, weights: Path | None, progress: Progress) -> Iterator[TrainingTarget]:
-    """Load a target for training, for use within a `with` block.
+    """Yield a target loaded for training.
 
     Args:
         path: File or folder of the target.

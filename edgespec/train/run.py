@@ -161,7 +161,7 @@ def train_drafter(
                 del trainer
                 shutil.rmtree(finished, ignore_errors=True)
                 saved.best_folder(state.best.steps).rename(finished)
-            # Measure the drafter as saved, because its weights have a lower precision than during training.
+            # Evaluate the saved drafter, because its weights have lower precision than during training.
             drafters = {"new": student.published(finished), "earlier": earlier}
             for name, drafter in drafters.items():
                 if drafter and not saved.is_measured(name):
@@ -303,18 +303,18 @@ def _train(
 
 
 def _publish(trainer: DrafterTrainer, folder: Path) -> None:
-    """Write the drafter to `folder`, which is created under another name and renamed once it is complete."""
+    """Write the drafter to a temporary folder, and rename that to `folder` once it is complete."""
     unfinished = folder.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     trainer.publish(unfinished)
-    # An earlier run may have been killed before it saved the progress for this folder.
+    # The folder can already exist if an earlier run was killed before it saved its progress.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
 
 def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> None:
-    """Convert the trained head to GGUF. On failure, the EdgespecError says that the training succeeded."""
+    """Convert the trained head to GGUF. The error for a failure says that the training succeeded."""
     if not progress("converting the head to GGUF", 0.0):
         raise CancelledError("the conversion was cancelled")
     try:

@@ -27,7 +27,7 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 T = TypeVar("T")
 
-# Saved speeds above this many seconds per token are treated as damaged.
+# Saved speeds slower than this many seconds per token are rejected as damaged.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 _LOCK_FILE = "lock"
@@ -191,7 +191,7 @@ class TrainingFolder:
         return self.path / f"best-{steps:08d}"
 
     def progress(self, *, required: bool) -> TrainingProgress:
-        """Return the saved progress, if any.
+        """Return the saved progress, or new progress if none was saved.
 
         Raises:
             ModelFileError: The file is damaged, or is missing although `required` is True.
@@ -211,7 +211,7 @@ class TrainingFolder:
             steps: The batch of conversations for each step.
 
         Raises:
-            ModelFileError: The numbers of steps and tokens do not match, or the best drafter so far is
+            ModelFileError: The step and token counts do not match, or the best drafter so far is
                 missing.
         """
         finished = sum(len(each.tokens) for batch in steps[: progress.steps] for each in batch)
@@ -248,7 +248,6 @@ class TrainingFolder:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, or a folder with its contents."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -283,7 +282,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 
 
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
-    """Raise ValueError if the value is not a number, or is impossible for drafts of `DEPTH` tokens."""
+    """Raise ValueError if the value is NaN or out of range for drafts of `DEPTH` tokens."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
         raise ValueError(f"the saved value of {tokens_per_pass} tokens per pass is not possible")
 

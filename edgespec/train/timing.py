@@ -16,7 +16,7 @@ from edgespec.train.writing import BATCH_CONVERSATIONS
 
 __all__ = ["TrainingSpeed", "measure_speed"]
 
-# Maximum tokens per conversation in the short and the long writing trial. The long trial estimates a real
+# Maximum tokens per conversation in the short and the long generation trial. The long trial estimates a real
 # batch's time per token to within a factor of two. Slow machines run only the short trial, so that the
 # estimate does not take minutes.
 _TRIAL_TOKENS = (2, 24)

@@ -28,7 +28,8 @@ __all__ = ["BATCH_CONVERSATIONS", "ConversationWriter", "TrainingPrompt", "chat_
 # Number of conversations per batch. Larger batches are faster, but each conversation needs a KV cache.
 BATCH_CONVERSATIONS = 32
 _MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
-# Longer prompts are skipped, because they slow down training without adding reply tokens.
+# Maximum prompt length in tokens. Longer prompts are skipped, because they slow down training without adding
+# reply tokens.
 _MAX_PROMPT_TOKENS = 800
 # Temperatures for questions and replies. Questions are always sampled. Two thirds of the replies are greedy
 # and one third is sampled, so that the drafter sees both kinds of text.

@@ -63,7 +63,7 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# The loading screen shows at most this many lines and characters from the end of the typed text.
+# Limits, in lines and characters, for the typed text on the loading screen. Only its end is shown.
 _SHOWN_LINES = 5
 _SHOWN_CHARACTERS = 200
 # Number of partial garbage collections before a full one, which takes about 100 ms. `Transcript` usually
@@ -73,11 +73,11 @@ _NO_CONTROLS = NoControls()
 
 
 def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
-    """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+    """Run the chat until the user quits.
 
     Args:
         load: Function that loads the model.
-        mouse: Whether the chat reacts to the mouse. If not, the terminal handles text selection as usual.
+        mouse: Whether the chat handles the mouse. If not, the terminal handles text selection as usual.
         **options: The other arguments of `ChatApp`.
 
     Raises:
@@ -130,8 +130,8 @@ class ChatApp(App[None]):
         settings: Settings for new chats.
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
         store: The saved chats. Defaults to those in the user's data folder.
-        light: Whether to use the light theme. Defaults to the theme used last.
-        tools: Whether to start the MCP servers at once.
+        light: Whether to use the light theme. Defaults to the last theme used.
+        tools: Whether to start the MCP servers immediately.
         remember: Whether to save the history of prompts.
         sharing: Shares the model with other programs, or None to share nothing.
 
@@ -392,7 +392,8 @@ class ChatApp(App[None]):
                 await self.archive.save(self.chat.current_chat, self.chat.runtime.target.name)
         return bool(self.archive.unsaved)
 
-    # With `run_worker`, Python would warn about this coroutine if the app exits before it starts.
+    # With `run_worker`, Python would warn that this coroutine was never awaited if the app exits before it
+    # starts.
     @work(exclusive=True)
     async def _leave(self) -> None:
         if self.chat is not None:

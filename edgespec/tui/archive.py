@@ -25,12 +25,12 @@ REFUSALS = (CapabilityError, ContextFullError, OptionError, TemplateError)
 """Errors that retrying cannot resolve, because the model will never accept the message."""
 
 _SAVE_SECONDS = 1.0
-# Maximum fraction of time spent saving. Chats that take long to save are saved less often.
+# Maximum fraction of time spent saving. Chats that are slow to save are saved less often.
 _MAX_SAVING_SHARE = 0.1
 
 
 class Archive:
-    """Saves chats to a `ChatStore` and loads them, one call at a time. Methods can raise ChatFileError.
+    """Loads and saves chats in a `ChatStore`, one call at a time. Methods can raise ChatFileError.
 
     Attributes:
         unsaved: The errors of chats whose last save failed, keyed by chat ID. Each message names the chat.
@@ -45,8 +45,8 @@ class Archive:
         self.hidden: list[str] = []
         self.store = store
         self._lock = Lock()
-        # The chats in `unsaved`, with the names of their models. Saving them is retried later, even if the
-        # user has opened another chat.
+        # The chats in `unsaved`, with the names of their models. Saving is retried later, even if the user
+        # has opened another chat.
         self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
@@ -248,7 +248,7 @@ class Archive:
             return next((chat for chat in self.store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:
-        """If a chat is still hidden, delete it, along with cached data that may contain its text."""
+        """Delete a chat if it is still hidden, along with cached data that may contain its text."""
         if chat_id in self.hidden:
             self.hidden.remove(chat_id)
             await self.delete(chat_id)
@@ -277,7 +277,7 @@ class Archive:
         await asyncio.to_thread(self._delete, chat_id)
 
     def _delete(self, chat_id: str) -> None:
-        # Imported only when used, because this import would delay the first screen.
+        # Imported lazily to avoid delaying the first screen.
         from edgespec.api.saved_data import delete_chat
 
         with self._lock:

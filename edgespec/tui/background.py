@@ -49,8 +49,8 @@ async def in_thread(function: Callable[[], _T]) -> _T:
 class CallThread:
     """Runs calls, such as file searches, one after another in a thread. The first call starts the thread.
 
-    The thread is a daemon, so that the program can exit even if a network drive, for example, does not
-    respond.
+    The thread is a daemon, so a call that hangs, for example on a network drive, does not prevent the program
+    from exiting.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class CallThread:
         self._thread: Thread | None = None
 
     async def run(self, call: Callable[[], _T]) -> _T:
-        """Run `call` in the thread and return its result. Cancelling skips calls that have not started."""
+        """Run `call` in the thread and return its result. If cancelled before `call` starts, skip it."""
         future: Future[_T] = Future()
 
         def job() -> None:

@@ -1,4 +1,4 @@
-"""Serve the terminal chat to browsers on this machine, where textual-serve draws the same screen.
+"""Serve the terminal chat's screen to browsers on this machine, using textual-serve.
 
 Each tab has its own process, which ends when the connection ends, even if the chat is stuck.
 """
@@ -31,14 +31,13 @@ __all__ = ["BrowserChat"]
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Maximum size of a chat in columns and rows. Larger sizes would need gigabytes of memory. An 8K display in a
-# small font has about 800 x 230 characters.
+# small font fits about 800 x 230 characters.
 _MAX_COLUMNS, _MAX_ROWS = 1000, 500
 # Maximum time in seconds for the chats to save and exit when the server stops.
 _STOP_SECONDS = 8.0
-# Seconds within which a browser must confirm the end of a connection, and seconds between checks that it
-# still responds.
+# Close-handshake timeout and ping interval of a WebSocket, in seconds.
 _CLOSE_SECONDS, _HEARTBEAT_SECONDS = 2.0, 15.0
-# Seconds for a chat to save and exit after its connection closes, before it is killed.
+# Grace period in seconds for a chat to save and exit after its connection closes, before it is killed.
 _END_SECONDS = 6.0
 _READ_BYTES = 65536
 # Exceptions that textual-serve raises if a browser sends an invalid message.
@@ -71,8 +70,8 @@ class BrowserChat(Server):
 
     - The Host header must be this server's address. Otherwise, a web page could reach the server by pointing
       its own host name at 127.0.0.1 (DNS rebinding).
-    - The Origin header, which browsers send with web sockets, must be this server's address.
-    - Requests for the page and its web socket must contain the key. Only textual-serve's scripts and styles
+    - The Origin header, which browsers send with WebSocket requests, must be this server's address.
+    - Requests for the page and its WebSocket must contain the key. Only textual-serve's scripts and styles
       are served without it.
 
     Args:
@@ -141,7 +140,8 @@ class BrowserChat(Server):
         app.add_routes(
             [
                 web.get("/", self.handle_index, name="index"),
-                # The page appends the terminal's size to this address as a query, so the key is in the path.
+                # The page appends the terminal's size to this address as a query string, so the key is in the
+                # path.
                 web.get("/ws/{key}", self.handle_websocket, name="websocket"),
                 web.static("/static", self.statics_path, name="static"),
             ]
@@ -171,10 +171,11 @@ class BrowserChat(Server):
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(_digest(given), _digest(self._key))
 
-    # Replaces textual-serve's own page, which loads fonts from Google and ignores keys until it is clicked.
+    # Replaces textual-serve's own page, which loads fonts from Google and ignores key presses until it is
+    # clicked.
     @aiohttp_jinja2.template("browser.html")
     async def handle_index(self, request: web.Request) -> dict[str, object]:
-        """Return the values of the page's template: the font size and the address of the web socket."""
+        """Return the template's values: the font size and the WebSocket URL."""
         font_size = request.query.get("fontsize", "16")
         key = quote(request.query["key"], safe="")
         return {
@@ -183,7 +184,7 @@ class BrowserChat(Server):
         }
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Start a chat process and connect it to the browser. When one of them ends, so does the other."""
+        """Start a chat process and connect it to the browser. When either side closes, close the other."""
         websocket = web.WebSocketResponse(timeout=_CLOSE_SECONDS, heartbeat=_HEARTBEAT_SECONDS)
         await websocket.prepare(request)
         chat = _ChatProcess(self._words, websocket)
@@ -208,7 +209,7 @@ class BrowserChat(Server):
 
 
 def _digest(key: str) -> bytes:
-    """Return a hash of the key, so that comparing keys takes the same time for all lengths."""
+    """Hash the key, so that comparing keys takes the same time whatever their length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -228,7 +229,7 @@ def _bind(port: int) -> socket.socket:
 
 
 class _ChatProcess(AppService):
-    """The chat process behind one web socket. Used only in the server's event loop.
+    """The chat process behind one WebSocket. Used only in the server's event loop.
 
     Args:
         words: The command that starts the process.
@@ -263,7 +264,7 @@ class _ChatProcess(AppService):
         return process
 
     async def set_terminal_size(self, width: int, height: int) -> None:
-        """Resize the chat to this number of columns and rows, within the limits.
+        """Resize the chat to `width` columns and `height` rows, clamped to the limits.
 
         Raises:
             TypeError, ValueError: A size is not a number.

@@ -39,7 +39,7 @@ __all__ = ["ChatScreen"]
 
 # Pressing Ctrl+C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
-# Seconds after which the user is told that files are still being read.
+# Seconds before the user is told that files are still being read.
 _NOTICE_SECONDS = 0.5
 
 
@@ -122,9 +122,9 @@ class ChatScreen(TurnScreen):
 
     @on(TurnScreen.Free)
     async def send_waiting(self) -> None:
-        """Send the message that has waited longest, unless another one is being sent or answered.
+        """Send the oldest waiting message, unless another one is being sent or answered.
 
-        Commands typed while a model was loading also wait. Those ahead of the message are run first.
+        Commands typed while a model was loading also wait. Any that precede the message are run first.
         """
         while self.waiting.texts and not (self.writing or self.chips.reading or self.holds_waiting):
             text = self.waiting.take(0)
@@ -141,11 +141,11 @@ class ChatScreen(TurnScreen):
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
             if text == self._refused:
-                # The transcript does not add the same note twice, so show a short message too.
+                # The transcript does not add the same note twice, so also show a short message.
                 self.say(refusal)
             self._refused = text
             if self.give_back(text):
-                # Select the text, so that typing replaces it. An arrow key keeps it for correction.
+                # Select the text, so that typing replaces it and an arrow key keeps it for editing.
                 self.prompt.select_all()
             return
         self.history.add(text)
@@ -322,7 +322,10 @@ class ChatScreen(TurnScreen):
         await selection.run(self, action)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave Ctrl+R and Ctrl+P to the list of chats while it has focus. Limit `u` to `can_undo_all`."""
+        """Leave Ctrl+R and Ctrl+P to the list of chats while it has focus.
+
+        `u` is enabled only if `can_undo_all` is True.
+        """
         if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
             return False
         if action == "undo":

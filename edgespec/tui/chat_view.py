@@ -47,10 +47,8 @@ _MEMORY_SECONDS = 3.0
 
 
 class _Row(Horizontal):
-    """A row of widgets."""
-
     # Draw only the background. By default, Textual also draws the borders and padding row by row, which takes
-    # longer, and the child widgets cover them anyway.
+    # longer and has no visible effect, because the child widgets cover them.
     BLANK = True
 
 
@@ -129,7 +127,7 @@ class ChatView(Screen[None]):
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
-        # The current title and subtitle of the input. They are set only if they differ, because setting them
+        # The input's current title and subtitle. They are set only when they change, because setting them
         # redraws the input.
         self._hints = "", ""
         self._panels: set[str] = set()

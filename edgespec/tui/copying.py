@@ -49,7 +49,7 @@ class CodeCopier:
 
 
 def _copy_with_desktop_tool(text: str) -> None:
-    """Copy `text` with pbcopy, wl-copy, xclip or xsel, because not every terminal supports copying."""
+    """Copy `text` with pbcopy, wl-copy, xclip or xsel, because not every terminal can set the clipboard."""
     for command in (("pbcopy",),) if sys.platform == "darwin" else _TOOLS:
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(

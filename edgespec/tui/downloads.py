@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Download", "Downloads"]
 
-# Seconds of downloading before the remaining time is estimated from the speed so far.
+# Seconds to wait before estimating the remaining time from the download speed so far.
 _ESTIMATE_AFTER_SECONDS = 3.0
 
 
@@ -42,8 +42,7 @@ class Download:
     cancelled: Event = field(default_factory=Event)
     ended: Event = field(default_factory=Event)
     error: Exception | None = None
-    # Time and fraction of the first progress report. An earlier download may already account for that
-    # fraction.
+    # Time and fraction of the first progress report. A resumed download does not start at 0.
     _start: tuple[float, float] | None = None
 
     def run(self) -> None:
@@ -94,7 +93,8 @@ class Downloads:
     def start(self, download: Download) -> None:
         """Start a download, or resume it where an earlier download of the same model stopped."""
         self._downloads[download.reference] = download
-        # A daemon thread does not delay quitting. The next download resumes where this one stopped.
+        # Use a daemon thread, so that quitting is not delayed. The next download resumes where this one
+        # stopped.
         Thread(target=download.run, name="edgespec-download", daemon=True).start()
 
     def find(self, reference: str) -> Download | None:

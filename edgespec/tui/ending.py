@@ -22,7 +22,7 @@ __all__ = ["ChatEnd", "EndWatch", "is_input_open", "resume_value"]
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Seconds between checks that the terminal is still open.
 _CHECK_SECONDS = 1.0
-# Seconds from a signal until the process is killed if the reply or the model does not stop.
+# Seconds after a signal before the process is killed, if the reply or the model has not stopped.
 _FORCE_SECONDS = 20.0
 # Seconds between attempts to quit while the app is still starting.
 _RETRY_SECONDS = 0.05

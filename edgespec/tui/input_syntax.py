@@ -67,9 +67,9 @@ def open_reference(line: str) -> tuple[str, int] | None:
 
 
 def ending_reference(line: str) -> tuple[str, int] | None:
-    """Return the path of a reference that ends the line, and its length.
+    """Return the path of a reference at the end of the line, and the length of the reference.
 
-    The reference must be followed by a single space, which is included in the length.
+    The reference must be followed by a single space, which counts towards the length.
     """
     matches = [*_REFERENCE.finditer(line)]
     if not matches or line[matches[-1].end() :] != " ":

@@ -27,7 +27,7 @@ _PLACES = {
     "catalogue": "on Hugging Face",
     "search": "on Hugging Face",
 }
-# For each column: its width, and the minimum width of a row that shows it. Both are in cells.
+# Each column's width, and the minimum row width at which it is shown, both in cells.
 _COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (14, 58), "draft": (28, 92)}
 
 
@@ -72,7 +72,7 @@ def _fit_text(model: AvailableModel) -> str:
 
 
 def _cell(text: str, width: int) -> str:
-    """Pad a table cell to this width, with two spaces before the text."""
+    """Pad or shorten a table cell to this width, with two spaces before the text."""
     return f"  {text if len(text) <= width - 2 else f'{text[: width - 3]}…'}".ljust(width)
 
 

@@ -234,8 +234,8 @@ class OpenChat:
         """End the running turn, and add its reply to the chat unless no text was generated.
 
         Args:
-            reply: The reply. None if it failed.
-            message: The reply as a message. None if it failed.
+            reply: The reply, or None if it failed.
+            message: The reply as a message, or None if it failed.
             leaving: Whether the program is about to end. If so, a stopped reply counts as unfinished.
 
         Returns:

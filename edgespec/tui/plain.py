@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["PlainChat"]
 
 _WAIT_SECONDS = 0.05
-# Maximum number of missing files to name.
+# Maximum number of missing files to list by name.
 _MAX_NAMED_FILES = 5
 _ANSWERS: dict[str, CallDecision] = {
     "yes": "once", "chat": "chat", "always": "always", "no": "refuse", "stop": "stop",
@@ -108,7 +108,7 @@ class PlainChat:
         self._reader = AttachmentReader(runtime)
 
     def remember_models(self) -> None:
-        """Save the models that the user chose in a terminal, so that the next chat opens with them."""
+        """Save the user's choice of models for the next chat, unless input comes from a pipe or a file."""
         if self.console.is_interactive:
             path = preferences_path(self.archive.store)
             Preferences.read(path).remember(self.models, path)
@@ -181,7 +181,7 @@ class PlainChat:
         self.save()
 
     def use_reloaded_model(self) -> None:
-        """Switch to the reloaded model if a worker, or the program that shared the model, was lost."""
+        """Use the reloaded model if a worker or the program that shared the model was lost."""
         if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
             if note := takeover_note(self.runtime):
                 self.console.note(note)
@@ -252,7 +252,7 @@ class PlainChat:
         return () if reply is None or entry is None or self.console.leaving else entry.message.tool_calls
 
     def _print_reply(self, job: Future[ChatState]) -> float | None:
-        """Print the reply while it is generated. Return how long the model reasoned, or None."""
+        """Print the reply as it is generated, and return the seconds spent reasoning, if any."""
         out = ReplyPieces()
         is_thinking = ended = False
         began, seconds = 0.0, None
@@ -272,7 +272,7 @@ class PlainChat:
         return monotonic() - began if is_thinking else seconds
 
     def _new_chunks(self) -> Iterator[TextChunk]:
-        """Yield the chunks of the reply that have arrived. Wait briefly if there are none yet."""
+        """Yield the reply chunks that have arrived, waiting briefly if there are none yet."""
         queue = self.model_thread.chunks
         with suppress(Empty):
             yield queue.get(timeout=_WAIT_SECONDS)

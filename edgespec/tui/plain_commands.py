@@ -62,7 +62,6 @@ def run(chat: PlainChat, typed: table.Typed) -> None:
 
 
 def _context(chat: PlainChat, argument: str) -> Context:
-    """Return the context for a slash command with this argument."""
     return Context(
         argument=argument,
         chat=chat.current_chat,

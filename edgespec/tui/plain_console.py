@@ -19,7 +19,7 @@ __all__ = ["PlainConsole", "ReplyPieces", "write"]
 
 # Pressing Ctrl-C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
-# Maximum time in seconds until the chat reacts to a signal while it waits for input.
+# Maximum delay in seconds before the chat reacts to a signal while waiting for input.
 _SIGNAL_SECONDS = 0.2
 # Minimum number of characters to write at once. Screen readers pause between pieces, so short pieces are hard
 # to follow.
@@ -148,7 +148,7 @@ class PlainConsole:
         """Repeat a question until the user types one of the answers.
 
         Returns:
-            The answer. Empty if the user pressed Ctrl-C or the input ended.
+            The answer, or an empty string if the user pressed Ctrl-C or the input ended.
         """
         self.note(question)
         while True:

@@ -110,7 +110,7 @@ def _converse(chat: PlainChat, resume: str | None, *, tools: bool) -> None:
     Args:
         chat: The chat.
         resume: The ID or title of the saved chat to open, `last` for the newest, or None for a new chat.
-        tools: Whether to start the MCP servers at once.
+        tools: Whether to start the MCP servers immediately.
     """
     console, runtime = chat.console, chat.runtime
     console.note(f"Model: {facts_line(runtime.target)}. Type /help for the commands, /quit to end.")

@@ -31,7 +31,7 @@ class RaceProgress:
 
 
 class StartedRace(NamedTuple):
-    """A race that runs in the model thread."""
+    """A race that is running in the model thread."""
 
     prompt: str
     race: Future[Race]
@@ -68,7 +68,7 @@ def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) 
             code="command_unavailable",
         )
     options = {name: value for name, value in chat.settings.items() if name != "method"}
-    # Limit the replies, because long ones would make the race slow to run and to draw.
+    # Limit the length of the replies, because a race with long ones would be slow to run and to draw.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
     race = thread.submit(_work(chat.system, messages, method, options, progress), progress.report)

@@ -77,7 +77,7 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
 
 
 async def resume(screen: TurnScreen, wanted: str) -> None:
-    """Open the chat with this ID or title. `last` means the newest chat. Show a note if there is none."""
+    """Open the chat with this ID or title. `last` means the newest chat. Show a note if none is found."""
     try:
         found = await screen.archive.find(wanted)
     except ChatFileError as error:

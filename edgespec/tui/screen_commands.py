@@ -80,7 +80,6 @@ async def _run(screen: TurnScreen, command: Command, argument: str) -> None:
 
 
 def _context(screen: TurnScreen, argument: str) -> Context:
-    """Return the context for a slash command with this argument."""
     return Context(
         argument=argument,
         chat=screen.current_chat,
@@ -168,7 +167,7 @@ async def _ask(screen: TurnScreen, question: Question) -> None:
 
 
 async def _show_race(screen: TurnScreen, running: RunningRace) -> None:
-    # Imported only when used, because this import would delay the first screen.
+    # Imported lazily to avoid delaying the first screen.
     from edgespec.tui.screens.race import RaceScreen
 
     def closed(_result: None) -> None:
@@ -283,7 +282,7 @@ async def edit_settings(screen: TurnScreen) -> None:
 
 
 async def _rename(screen: TurnScreen) -> None:
-    """Prompt for a new title for the open chat, and save the chat under it."""
+    """Prompt for a new title, and rename the open chat."""
     typed = await screen.app.push_screen_wait(RenameScreen(screen.current_chat.shown_title))
     if typed is not None:
         await _show(screen, renamed(screen.current_chat, typed))

@@ -1,4 +1,7 @@
-"""The actions of `MESSAGE_KEYS` on the selected message. A message is selected while its widget has focus."""
+"""Actions bound to `MESSAGE_KEYS`, which act on the selected message.
+
+A message is selected while its widget has focus.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ async def _switch(screen: TurnScreen, place: int, step: int) -> None:
 async def _show(screen: TurnScreen, tree: MessageTree[ChatEntry], index: int) -> None:
     """Save a changed tree and redraw the chat from the `index`-th message, which stays selected.
 
-    If all messages are deleted, the empty transcript gets the focus, so that `u` still restores them.
+    If all messages are deleted, the empty transcript gets the focus, so that `u` can still restore them.
     """
     selecting = screen.selected is not None or screen.transcript.has_focus
     screen.current_chat.change_messages(tree)
@@ -189,7 +192,7 @@ ACTIONS: dict[str, _Run] = {
     "older_version": _older_version,
     "newer_version": _newer_version,
 }
-"""Functions for the actions of `MESSAGE_KEYS`. Each takes the message's index in the chat's `MessageTree`."""
+"""Functions for the actions in `MESSAGE_KEYS`. Each takes the message's index in the chat's `MessageTree`."""
 
 
 async def run(screen: TurnScreen, action: str) -> None:

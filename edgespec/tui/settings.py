@@ -111,7 +111,7 @@ def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> None:
 
 
 def load_setting_named(name: str) -> str | None:
-    """Return the key in `LOAD_SETTINGS` for a name in edgespec, Ollama or llama.cpp, or None."""
+    """Return the `LOAD_SETTINGS` key for an edgespec, Ollama or llama.cpp name, or None if it is unknown."""
     wanted = name.strip().lower().replace("-", "_")
     wanted = FOREIGN_NAMES.get(wanted, wanted)
     return wanted if wanted in LOAD_SETTINGS else None

@@ -53,8 +53,8 @@ def pasted_text(text: str) -> str:
 class InputParser(XTermParser):
     """Passes pasted text to Textual's parser only once it is complete, and without control characters.
 
-    Otherwise, an escape character within the text would end the paste, and the rest would act as keys: a line
-    break would send the message.
+    Otherwise, an escape character within the text would end the paste, and the rest would be treated as key
+    presses. A line break, for example, would send the message.
     """
 
     def __init__(self, debug: bool = False) -> None:
@@ -66,7 +66,7 @@ class InputParser(XTermParser):
         self._is_first = True
 
     def feed(self, data: str) -> Iterable[Message]:
-        """Parse what the terminal has sent. An empty string ends the input."""
+        """Parse data from the terminal. An empty string ends the input."""
         if not data:
             yield from super().feed(data)
             return

@@ -48,7 +48,7 @@ __all__ = [
     "worst_case",
 ]
 
-# For each model that a first chat can open with: a remark, and the kind of model to suggest instead.
+# Models that a first chat can open with. Each has a remark and the kind of model to suggest instead.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
@@ -60,7 +60,7 @@ _ROUGH_GAIN = 0.1
 # Minimum reply length in tokens for showing a speed-up. This value was chosen because shorter replies have
 # too few passes to tell whether drafting saved time.
 _MIN_TOKENS = 20
-# Below this speed-up, a reply is shown as slower. From about this value on, the factor rounds to 1.0.
+# Replies with a lower speed-up are shown as slower. From about this value, the factor rounds to 1.0 or more.
 _SAME_SPEED = 0.95
 # Matches a command line option in text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
@@ -94,7 +94,7 @@ _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
 )
-# Minimum fraction of the speed that identical replies must cost for the chat to mention it.
+# Minimum fraction of the speed that bit-identical replies must cost before the chat mentions it.
 _NOTICEABLE_LOSS = 0.01
 
 
@@ -181,7 +181,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     error = method.gain_uncertainty or 0.0
     is_rough = method.gain is None or error > _ROUGH_GAIN
     is_unclear = is_too_short(stats) or (is_rough and abs(method.gain or 1.0) <= 2 * error)
-    # At the start of a reply, `gain` is the speed-up of earlier text. Do not show it next to "accepted 0%".
+    # At the start of a reply, `gain` still describes earlier text, so do not show it next to "accepted 0%".
     if factor is None or is_unclear or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
         return "speed-up on"
     about = "about " if is_rough else ""
@@ -198,7 +198,7 @@ def exactness_for(runtime: ChatModel, settings: Mapping[str, Setting]) -> Exactn
 
 
 def exactness_sentence(exactness: Exactness) -> str:
-    """Describe in a sentence whether replies are identical, and what the other option would cost or gain."""
+    """Return a sentence on whether replies match plain decoding and what switching would cost or gain."""
     return sentences(f"replies {'are ' if exactness.bits else ''}{exactness_text(exactness)}")
 
 
@@ -273,7 +273,7 @@ def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str
 
 
 def _only_looks_up(drafters: str) -> bool:
-    """Return whether drafters such as `suffix` use no model or head. False for `none`."""
+    """Return whether all `drafters`, such as `suffix`, work without a model or head. False for `none`."""
     return {*drafters.split("+")} <= {each.name for each in methods() if not each.runs_model}
 
 
@@ -295,7 +295,7 @@ def notices(runtime: ChatModel, open_list: str = "Press F9") -> list[str]:
     loaded = (facts for facts in (runtime.target, runtime.draft) if facts is not None)
     texts = [text for facts in loaded for text in _notices(facts)]
     if larger := _larger_models(runtime, open_list):
-        # The suggestion replaces the catalogue's remark about the model.
+        # Show this suggestion instead of the note in the model's catalogue entry.
         found = load_catalogue().find(runtime.target.name)
         others = [text for text in texts if found is None or text != found[0].notice]
         return [*shared, *larger, *map(sentences, others), *filter(None, [rounding_warning(runtime)])]
@@ -445,7 +445,7 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def _memory(runtime: ChatModel) -> str:
-    """Return the memory in use and, if it was planned, the maximum that the models can need."""
+    """Return the memory in use and, if there is a memory plan, the planned maximum."""
     used = f"{format_bytes(runtime.memory_bytes())} in use"
     return used if runtime.plan is None else f"{used}, up to {format_bytes(runtime.plan.total_bytes)} planned"
 
@@ -519,7 +519,7 @@ def sentences(*texts: str) -> str:
 
 
 def in_chat(text: str) -> str:
-    """Replace command line options and commands in `text` with commands of the chat."""
+    """Replace command line options and commands in `text` with the chat's slash commands."""
     for pattern, words in _IN_CHAT:
         text = pattern.sub(words, text)
     return _OPTION.sub(_chat_command, text)

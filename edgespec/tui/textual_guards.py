@@ -32,7 +32,7 @@ __all__ = ["KeyOrder", "NoControls", "check_textual_variables", "without_control
 
 # Maximum frame rate. At higher rates, the chat constantly redraws and does not respond to input.
 _MAX_FRAMES_PER_SECOND = 1000
-# Maximum time in seconds that a key waits for the key before it, so that Esc works while a widget is busy.
+# Maximum time in seconds that a key waits for the previous one, so that Esc works while a widget is busy.
 _MAX_WAIT_SECONDS = 1.0
 # Matches control characters, and characters that change the text direction and can disguise a name.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -80,7 +80,7 @@ def check_textual_variables() -> None:
 
 
 def _is_driver(name: str) -> bool:
-    # Imported only when used, because the plain chat needs only `without_controls`.
+    # Imported lazily, because the plain chat needs only `without_controls`.
     from textual.driver import Driver
 
     if ":" not in name:
@@ -138,7 +138,7 @@ class KeyOrder:
             if node.call_later(self._follow, key, path, is_last=is_last):
                 return
             if node is self._app:
-                # The app is closing. No widget handles any more keys.
+                # The app is closing, so no widget will handle any more keys.
                 self._held.clear()
         if is_last:
             await self._end(key)
@@ -154,7 +154,7 @@ class KeyOrder:
                 await self._pass_on(self._held.popleft())
 
     async def _give_up(self, key: object) -> None:
-        """Stop waiting for `key`, whose handling takes too long, and pass on all keys held back by it."""
+        """Stop waiting for `key`, which is taking too long, and pass on all keys held back by it."""
         if key is not self._handled_now:
             return
         if self._held:

@@ -76,7 +76,7 @@ class ToolAccess:
     def __init__(self) -> None:
         self.toolbox = Toolbox(())
         self.disabled: set[str] = set()
-        # Tools that the user allowed in the chat `_approved_in`, and tools that the user always allows.
+        # Tools that the user allowed for the chat `_approved_in`, and tools that are always allowed.
         self._approved: set[str] = set()
         self._always: set[str] = set()
         self._approved_in: OpenChat | None = None
@@ -120,7 +120,7 @@ class ToolAccess:
         ]
 
     def started_text(self, next_step: str) -> str:
-        """Return how many tools the model can call now, and what to do next. Empty if there are no tools."""
+        """Return a note on the available tools and `next_step`, or an empty string if there are no tools."""
         if not self.tools:
             return ""
         allowed = sum(map(self.is_always_allowed, self.tools))
@@ -151,11 +151,11 @@ class ToolAccess:
         return AllowedCall(tool, arguments)
 
     def is_always_allowed(self, tool: Tool) -> bool:
-        """Return whether the user has allowed calls of this tool in all chats."""
+        """Return whether the user has allowed calls to this tool in all chats."""
         return tool.call_name in self._always or tool.name in self.toolbox.servers[tool.server].config.allow
 
     def is_allowed(self, tool: Tool, chat: OpenChat) -> bool:
-        """Return whether the user has already allowed calls of this tool in this chat."""
+        """Return whether the user has already allowed calls to this tool in this chat."""
         if self._approved_in is not chat:
             self._approved, self._approved_in = set(), chat
         return tool.call_name in self._approved or self.is_always_allowed(tool)
@@ -203,7 +203,7 @@ def call_rounds(chat: OpenChat) -> int:
 
 
 def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_tokens: int) -> ToolResult:
-    """Add a call's result to the chat, shortened to fit the context size, and return what was added."""
+    """Add a call's result to the chat, truncated to fit the context, and return what was added."""
     result = replace(result, text=limited(result.text, min(_MAX_RESULT_CHARACTERS, context_tokens)))
     message = Message("tool", result.text, tool_call_id=call.id, name=call.name)
     chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
@@ -216,7 +216,7 @@ def saved_result(text: str) -> ToolResult:
 
 
 def server_state(server: ServerConnection) -> str:
-    """Return whether a server is running, and if not, why."""
+    """Return whether a server is running, and if not, why not."""
     if server.starting:
         return "starting…"
     if server.running:

@@ -98,7 +98,7 @@ class ToolUse(ToolAccess):
             self._dialog.decide("stop")
 
     def begin(self, calls: Sequence[ToolCall]) -> None:
-        """Run the calls, then let the model continue. Meanwhile, the screen's `calling_tools` is True."""
+        """Run the calls, then let the model continue. The screen's `calling_tools` is True while they run."""
         self._stop = asyncio.Event()
         self._screen.calling_tools = True
         self._screen.run_worker(self._make_calls(calls))

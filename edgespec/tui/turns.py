@@ -30,7 +30,7 @@ __all__ = ["TurnScreen"]
 _TICK_SECONDS = 1 / 25
 # Update the details panel only after this many screen updates, so that its numbers are readable.
 _TICKS_PER_DETAILS = 5
-# Maximum fraction of CPU time for drawing.
+# Maximum share of one CPU core's time to spend on drawing.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
@@ -54,7 +54,7 @@ class TurnScreen(ChatView):
     _drawn_at = _spent_at = 0.0
 
     class Free(Event):
-        """Posted when a reply has ended, and the next message can be sent."""
+        """Posted when a reply has ended and the next message can be sent."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -114,7 +114,7 @@ class TurnScreen(ChatView):
         self.call_after_refresh(self.open_in_model, chat)
 
     def open_in_model(self, chat: OpenChat) -> None:
-        """Count the chat's tokens in the model thread. This is slow, so call it once the chat is drawn."""
+        """Count the chat's tokens in the model thread. This is slow, so call it after the chat is drawn."""
         if chat is self.current_chat and not self.writing:
             self._start(self._thread.open_chat(chat.system, chat.messages))
 
@@ -283,7 +283,7 @@ class TurnScreen(ChatView):
             await self.show_error(failure)
 
     async def use_reloaded_model(self) -> None:
-        """Switch to the reloaded model if a worker, or the program that shared the model, was lost."""
+        """Use the reloaded model if a worker or the program that shared the model was lost."""
         if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
             note, self.runtime = takeover_note(self.runtime), runtime
             self.chips.use_runtime(runtime)
@@ -352,7 +352,7 @@ class TurnScreen(ChatView):
         self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
-        """Restore a message that got no reply to the input, so that the user can resend it."""
+        """Put a message that got no reply back into the input, so that the user can resend it."""
         if turn.sent and self.give_back_message(turn.sent, turn.edited):
             self._unsent = ""
 
@@ -370,7 +370,7 @@ class TurnScreen(ChatView):
         return True
 
     def give_back_message(self, text: str, editing: int | None = None) -> bool:
-        """Restore an unsent message to the input, along with the messages that waited for its reply.
+        """Put an unsent message back into the input, along with the messages that waited for its reply.
 
         See `give_back` for the arguments and the result.
         """

@@ -43,7 +43,7 @@ _WAITING = "waiting for another chat to finish"
 
 
 def _ignore(_description: str, _fraction: float) -> None:
-    """Report no progress."""
+    """Ignore a progress report."""
 
 
 def references_after(
@@ -156,7 +156,7 @@ class ModelThread:
         self._load_cancelled = threading.Event()
         self._cancelled = threading.Event()
         self._runtime: ChatModel | None = None
-        # Whether the model lost a worker. The next job then loads it again.
+        # Whether the model has lost a worker. If so, the next job reloads the model.
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
 
@@ -199,7 +199,7 @@ class ModelThread:
         Args:
             work: The function.
             report: Called with a description and the completed fraction while the model is reloaded, or while
-                the thread waits for another chat that uses it.
+                the thread waits for another chat that uses the model.
         """
         self._cancelled.clear()
 
@@ -220,7 +220,7 @@ class ModelThread:
             stream.cancel()
 
     def cancel_load(self) -> None:
-        """Cancel loading. It stops at the next progress report."""
+        """Cancel loading, which stops at the next progress report."""
         self._load_cancelled.set()
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedH
 
 # Options that do not affect replies. They may differ from those of the program that loaded the model.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
-# For options that determine what a program keeps of its texts, the values in ascending order. A program must
-# not use a model whose program keeps more than it does itself.
+# Options that control how much of its text a program retains, with their values in ascending order. A program
+# must not use a model in another program that retains more than it does itself.
 _KEPT_TEXTS = {"prefix_cache": ("none", "memory", "disk"), "remember": (False, True)}
 # Options that must match even at their defaults, because they affect rounding, which can change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
@@ -159,10 +159,10 @@ class Identity:
     """The files and options that identify a loaded model, or one to be loaded.
 
     Attributes:
-        files: The paths of the target and its adapters, each with the state of the file.
+        files: The paths of the target and its adapters, each with its file state (see `file_state`).
         draft: `auto`, `none` or the path of the draft model.
-        options: The load options, as text.
-        kept: What the program keeps of its texts: the index of the value of each option in `_KEPT_TEXTS`.
+        options: The values of the load options, as text.
+        kept: How much of its text the program retains: the index of each option's value in `_KEPT_TEXTS`.
         chosen: Names of the options whose values must match for another program to share the model.
     """
 

@@ -19,7 +19,7 @@ _MAX_WAITS, _WAIT_SECONDS = 600, 0.2
 
 
 class ChatSharing:
-    """Loads one model at a time, and shares it with other chats as long as it is loaded."""
+    """Loads one model at a time, and shares it with other chats while it is loaded."""
 
     def __init__(self) -> None:
         self._host: ModelHost | None = None
@@ -55,7 +55,7 @@ class ChatSharing:
         self._host = ModelHost("another chat", lend)
 
     def is_lost(self, model: ChatModel) -> bool:
-        """Return whether the program that loaded the model has exited or does not respond."""
+        """Return whether the program that loaded the model has exited or is not responding."""
         from edgespec.api.sharing.client import SharedModel
 
         return isinstance(model, SharedModel) and not model.is_there()

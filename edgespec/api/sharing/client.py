@@ -39,12 +39,11 @@ from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 
-# Seconds to wait for a program to say whether it has a model. A program that takes longer is assumed to be
-# suspended.
+# Timeout in seconds for a program to say whether it has a model. A slower program is assumed to be suspended.
 _FIND_SECONDS = 2.0
-# Seconds to wait for a call that generates no reply. The server may have to load the model first.
+# Timeout in seconds for a call that generates no reply. The server may have to load the model first.
 _CALL_SECONDS = 120.0
-# Seconds to wait for a cancelled reply to end.
+# Timeout in seconds for a cancelled reply to end.
 _CANCEL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # Typical length of a token in bytes, for estimates.
@@ -71,7 +70,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
             if not host:
                 continue
             wait = progress and partial(progress, f"{host} is loading this model", 0.0)
-            # The program may end while it loads the model.
+            # The program may exit while it is loading the model.
             with suppress(OSError, EOFError):
                 return SharedModel(path, identity, host, _result(connection, wait))
     return None
@@ -122,8 +121,8 @@ class SharedModel:
     """A model that another process has loaded. Provides the parts of `edgespec.Runtime` that a chat needs.
 
     If the other process has exited, replies raise WorkerLostError. Properties that the UI reads then
-    keep their last known values, and checks pass, because the next message loads the model again and
-    checks everything.
+    keep their last known values, and checks succeed, because the next message reloads the model and
+    repeats the checks.
 
     Args:
         path: The socket of the process.
@@ -280,19 +279,18 @@ class SharedModel:
 class SharedReply:
     """A reply that another process generates. See `edgespec.ReplyStream` for the attributes and methods.
 
-    The constructor waits until the reply starts, which is after other replies end. Iterate in one thread
-    only.
+    The constructor blocks until the reply starts, after any replies ahead of it. Iterate in one thread only.
 
     Args:
         connection: The connection to the host, which has accepted the request.
-        lost: Returns the error to raise if the other process ends.
+        lost: Returns the error to raise if the other process exits.
         on_end: Called once, with the reply or with None if it failed.
         progress: Called while the prompt is processed. Returning False cancels the reply.
 
     Raises:
         CancelledError: `progress` returned False before the reply started.
         EdgespecError: The other process cannot start the reply.
-        WorkerLostError: The other process has ended.
+        WorkerLostError: The other process has exited.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Let the user's other programs generate replies with a model that this process has loaded."""
+"""Let the user's other programs generate replies with a model loaded in this process."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class Lent:
 
 
 Lend = Callable[[Identity], "AbstractContextManager[Lent] | None"]
-"""A function that returns a context manager lending the model with this identity, or None if it lacks it."""
+"""Returns a context manager that lends the model with this identity, or None if there is no such model."""
 
 
 class ModelHost:
-    """Answers other programs in its own threads until it is closed.
+    """Answers requests from other programs in its own threads until it is closed.
 
     A program makes one connection for each call. It sends a `Wish`, and receives the name of the host,
     or None if the host does not have the model. It then receives (word, value) pairs: `progress`,
@@ -172,7 +172,6 @@ class ModelHost:
                 _send(connection, ("value", value))
 
     def _value(self, wish: Wish, model: Lent, connection: Connection) -> Any:
-        """Return the result of a call."""
         options = dict(wish.options)
         if wish.call == "stream":
             return _reply(model, connection, wish.arguments[0], options)
@@ -209,7 +208,7 @@ def _send(connection: Connection, value: Any) -> None:
 
 
 def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
-    """Generate a reply, send its text as it is generated, and return the finished reply."""
+    """Generate a reply, streaming its text to the other program, and return the finished reply."""
     leaving, closing = threading.Event(), threading.Event()
     streams: list[ReplyStream] = []
 
@@ -277,7 +276,7 @@ def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return the error, or a picklable one in its place, so that another process can raise it."""
+    """Return an error that can be pickled, so that another process can raise it."""
     if isinstance(error, EdgespecError):
         error.__cause__ = error.__context__ = error.__traceback__ = None
         return error

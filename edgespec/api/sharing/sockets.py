@@ -23,7 +23,7 @@ __all__ = ["connect", "limit_sends", "listen", "loading_lock", "sockets", "stop_
 
 # Maximum number of connections waiting to be accepted.
 _BACKLOG = 64
-# Seconds to wait for a suspended program to accept a connection, and to read from one.
+# Timeouts in seconds for connecting to another program and for sending to it, in case it is suspended.
 _CONNECT_SECONDS, _SEND_SECONDS = 1.0, 5
 
 
@@ -64,7 +64,7 @@ def limit_sends(connection: Connection) -> None:
 
 
 def stop_receiving(connection: Connection) -> None:
-    """Raise EOFError in all threads that receive from a connection. Sending still works."""
+    """Make all receives on a connection raise EOFError, in every thread. Sending still works."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
         other.shutdown(socket.SHUT_RD)
 
@@ -109,6 +109,6 @@ def _folder(*, create: bool) -> Path | None:
 def _prefix() -> str:
     """Return the prefix of socket names.
 
-    It differs between data folders, so that programs share models only within one.
+    Each data folder has its own prefix, so that only programs with the same data folder share models.
     """
     return hashlib.sha256(os.fsencode(data_folder())).hexdigest()[:8]

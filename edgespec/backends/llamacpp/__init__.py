@@ -11,7 +11,7 @@ __all__ = ["load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load` on first use, so that a worker's RPC server starts without importing the model code."""
+    """Import `load` on first use, so that a worker's RPC server can start without the model code."""
     if name == "load":
         from edgespec.backends.llamacpp.model import load
 

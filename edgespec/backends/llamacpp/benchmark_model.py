@@ -19,7 +19,8 @@ __all__ = ["write_benchmark_model"]
 _EMBEDDING, _FEED_FORWARD, _HEADS = 2048, 5632, 16
 # Dimensions of a layer whose weights take hardly any time to read, so that its fixed costs can be measured.
 _SMALL_EMBEDDING, _SMALL_FEED_FORWARD, _SMALL_LAYERS = 256, 256, 24
-# Number of random rows per matrix. All other rows repeat these, because generating random numbers is slow.
+# Number of random rows per matrix. They are repeated to fill the matrix, because generating random numbers is
+# slow.
 _RANDOM_ROWS = 64
 _CONTROL, _BYTE = 3, 6
 
@@ -30,7 +31,7 @@ def write_benchmark_model(path: Path, type_name: str, size_bytes: int) -> PassWe
     Args:
         path: The file to write.
         type_name: The ggml type of the weights, such as `Q4_K`.
-        size_bytes: Approximate size of the weights. 0 creates a model with many small layers.
+        size_bytes: Approximate size of the weights, or 0 for a model with many small layers.
 
     Returns:
         The weights of the model.

@@ -111,8 +111,8 @@ class ExportedCheckpoints:
                 "load the model again",
                 code="state_not_restored",
             )
-        # Remove the KV cells of later tokens, which importing the checkpoint does not touch.
+        # Remove the KV cells of later tokens, which importing the checkpoint leaves in place.
         self._context.drop(0, checkpoint.length)
 
     def release_dropped(self) -> None:
-        """Do nothing, because Python frees unused checkpoints itself."""
+        """Do nothing. Unused checkpoints are garbage-collected."""

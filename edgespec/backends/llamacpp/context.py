@@ -1,6 +1,6 @@
 """A typed wrapper around llama_context that allocates it and runs forward passes.
 
-A context can apply the LoRA adapters that were loaded for its model.
+A context can also apply LoRA adapters that were loaded for its model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
 class Batch:
     """A reusable llama_batch that is allocated once and filled through NumPy views.
 
-    Writing through the views avoids a ctypes call per token. The owner must call `free`.
+    Writing through the views avoids a ctypes call per token. The owner must call `free` when done.
     """
 
     def __init__(self, size: int, sequences: int, embd_size: int = 0) -> None:
@@ -85,7 +85,10 @@ class Batch:
         sequences: Sequence[Sequence[int]],
         logits: bool | Sequence[bool],
     ) -> None:
-        """Replace the batch's contents. `logits` is one flag for all inputs, or one flag per input."""
+        """Replace the batch's contents.
+
+        `logits` requests logits for all inputs, or for each one separately.
+        """
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions
@@ -124,9 +127,9 @@ class ThreadCount:
     """The number of CPU threads that one context uses, which drops while other programs keep the CPU busy.
 
     Args:
-        most: Number of threads to use on an idle machine.
+        most: Maximum number of threads, used on an idle machine.
         cores: Number of logical cores in the machine.
-        busy_cores: Returns the number of cores that other programs keep busy.
+        busy_cores: Returns the number of cores in use by other programs.
 
     Attributes:
         current: The current number of threads, from 1 to `most`.
@@ -228,9 +231,10 @@ class LlamaContext(KvSequences):
         # Replaces `_hook` while passes stop after the first layers. See `run_first_layers`.
         self._first_layers: HiddenStateHook | None = None
         self.kv_readers: list[LlamaContext] = []
-        # Number of calls to `allocate`. Head contexts compare it to notice that this context was replaced.
+        # Number of calls to `allocate`. Head contexts compare it to detect that this context was replaced.
         self._generation = 0
-        # Settings of the current llama_context. `is_stale` compares them with the required settings.
+        # Settings that the current llama_context was created with. `is_stale` compares them with the required
+        # ones.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
         self.allocate(plan)
         # Ask llama.cpp how many tokens it can undo, because some architectures ignore the requested number.
@@ -328,10 +332,10 @@ class LlamaContext(KvSequences):
         return self._first_layers is not None
 
     def run_first_layers(self, count: int) -> None:
-        """Reallocate the context so that passes run only the first `count` layers, or all layers if 0.
+        """Reallocate the context so that passes run only the first `count` layers, or all if it is 0.
 
         `run` then returns the hidden states after these layers instead of logits. The KV cells of the other
-        layers stay zero, so that exported cells can still be compared.
+        layers stay zero, so exported cells can still be compared.
 
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
@@ -349,7 +353,7 @@ class LlamaContext(KvSequences):
 
     @property
     def batch_tokens(self) -> int:
-        """The maximum number of tokens that `append` can run at once."""
+        """Maximum number of tokens that `append` can run at once."""
         batch_tokens = int(self._params.n_batch)
         return min(batch_tokens, self._max_outputs) if self._taps.needs_all_rows else batch_tokens
 
@@ -369,7 +373,7 @@ class LlamaContext(KvSequences):
         return self._taps.needs_all_rows
 
     def tapped_rows(self, count: int) -> NDArray[np.float32]:
-        """Return the hidden states from the last pass of `count` tokens. See `StateTaps.rows`."""
+        """Return the hidden states from the last pass, which ran `count` tokens. See `StateTaps.rows`."""
         return self._taps.rows(self._context, count)
 
     def _free(self) -> None:
@@ -469,7 +473,7 @@ class LlamaContext(KvSequences):
             inputs: Tokens or hidden states.
             positions: The index of each input in its sequence.
             sequences: For each input, the ids of the llama.cpp sequences that it belongs to.
-            needs_logits: One flag per input: whether to compute its logits. None means all inputs.
+            needs_logits: Whether to compute the logits of each input. None means all inputs.
 
         Returns:
             The logits as a float32 array [inputs that need logits, vocabulary size]. The next forward pass
@@ -560,8 +564,8 @@ class LlamaContext(KvSequences):
         take_lost_interrupt()
         status = run(self._context, batch.native)
         if take_lost_interrupt():
-            # Treat the pass as aborted, because the interrupted callback may have had to copy hidden states
-            # or wait for streamed weights.
+            # Treat the pass as aborted, because the interrupted callback may not have copied its hidden
+            # states or waited for its streamed weights.
             status = _ABORTED
         if status == 0:
             if self._stream:
@@ -589,11 +593,11 @@ class LlamaContext(KvSequences):
 
     @property
     def max_threads(self) -> int:
-        """Number of threads to use on an idle machine."""
+        """Maximum number of threads, used on an idle machine."""
         return self._thread_count.most if self._thread_count else self.threads
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the number of threads to use on an idle machine. Has no effect unless `adapts_threads`."""
+        """Set the maximum number of threads. Has no effect unless `adapts_threads`."""
         if self._thread_count:
             self._thread_count.most = self._thread_count.current = threads
 
@@ -622,7 +626,7 @@ class LlamaContext(KvSequences):
 
 
 def adapter_bytes(adapters: Sequence[Adapter]) -> int:
-    """Estimate the memory of loaded adapters in bytes, which is about the size of their files."""
+    """Estimate the memory that loaded adapters use, in bytes. It is about the size of their files."""
     return sum(Path(adapter.path).stat().st_size for adapter in adapters)
 
 

@@ -14,7 +14,7 @@ from edgespec.model.base import LoadOptions
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
 
-# The ggml_type number of each KV-cache type, and the size of 32 elements in bytes.
+# The ggml_type number of each KV cache type, and the size of 32 elements of that type in bytes.
 _TYPES = {
     "f32": (0, 128),
     "f16": (1, 64),
@@ -26,7 +26,7 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# Default maximum number of tokens per forward pass whose logits are computed. It limits the size of the
+# Default maximum number of tokens per forward pass for which logits are computed. It limits the size of the
 # logits buffer.
 MAX_WIDTH = 256
 
@@ -55,7 +55,7 @@ class KvTypes:
 
     @property
     def text(self) -> str:
-        """The types as a value for `--kv-type`, such as `f16` or `q8_0/f16`."""
+        """The types in the format of `--kv-type`, such as `f16` or `q8_0/f16`."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
@@ -76,7 +76,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
         same_type: Whether keys and values must have the same type.
 
     Raises:
-        OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
+        OptionError: `options.kv_type` is unknown, or names two types although `same_type` is set.
     """
     if options.kv_type == "auto":
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
@@ -111,7 +111,7 @@ def parse_kv_types(text: str) -> KvTypes:
 
 
 def has_latent_attention(weights: Any) -> bool:
-    """Return whether all attention heads share one latent vector per token that is both key and value.
+    """Return whether all attention heads share one latent vector per token as both key and value.
 
     This is the case for MLA (DeepSeek-V2, arXiv 2405.04434) and for DeepSeek-V4.
     """
@@ -141,8 +141,8 @@ class ContextPlan:
         kv_types: The data types of keys and values.
         sequences: The maximum number of llama.cpp sequences.
         recurrent: Whether any layers have a recurrent state instead of keys and values.
-        undo_tokens: The number of recent tokens that llama.cpp can roll back, by keeping a recurrent state
-            for each.
+        undo_tokens: The number of recent tokens that llama.cpp can roll back. It keeps a recurrent state for
+            each of them.
         kv_bytes: The total size of KV cells and recurrent states in bytes.
         token_bytes: The size of one KV cell in bytes, for all layers together.
         rows: The maximum number of tokens whose logits a forward pass can compute.

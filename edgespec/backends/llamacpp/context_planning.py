@@ -65,31 +65,31 @@ __all__ = [
 
 # Number of recent tokens that llama.cpp can undo. It keeps a copy of the recurrent state for each of them.
 UNDO_TOKENS = 8
-# Maximum total size in bytes of the recurrent-state copies kept for rollback. It is low, because every
-# forward pass writes all copies.
+# Maximum total size in bytes of the recurrent states kept for rollback. It is low, because every forward pass
+# writes all of them.
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# Maximum size in bytes of the logits buffer of LayerSkip's lower layers. It limits their batch size.
+# Maximum logits buffer size of LayerSkip's lower layers, in bytes. It limits their batch size.
 _UNREAD_BYTES = 16 * 2**20
 # Minimum batch size of LayerSkip's lower layers, in tokens.
 _FEWEST_ROWS = 16
 # Size in bytes of an exported KV cell's header, which stores the cell's position and sequence ids.
 _CELL_BYTES = 12
-# Numbers of tokens that DeepSeek-V4 combines into one compressed key. llama.cpp supports only these two
-# values, and allocates the cells for compressed keys in whole blocks.
+# DeepSeek-V4's compression ratios: the numbers of tokens that are combined into one compressed key. llama.cpp
+# supports only these two, and allocates the cells for compressed keys in whole blocks.
 _SHORT_RATIO, _LONG_RATIO = 4, 128
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The memory needed by a model with recurrent layers.
+    """The memory needed by a model with recurrent layers or compressed keys.
 
     Attributes:
         state_bytes: The size of a sequence's recurrent state in bytes, independent of the context length.
         f16_bytes_per_token: The size of a token's keys and values in bytes if they are stored as f16.
         keeps_earlier: Whether llama.cpp keeps earlier recurrent states, so that recent tokens can be rolled
             back.
-        padding_bytes: The size of KV cells that are never used, independent of the context length.
+        padding_bytes: The size of unused KV cells in bytes, independent of the context length.
         checkpoint_bytes: The size of a checkpoint in main memory. 0 if checkpoints are llama.cpp sequences.
     """
 
@@ -146,8 +146,8 @@ def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
     """Return the size in bytes of a KV cache for `tokens` tokens, rounded up to whole blocks of cells.
 
-    Recurrent states are not included. Layers with sliding-window attention count in full, because they store
-    all tokens as well.
+    Recurrent states are not included. Layers with sliding-window attention count in full, because they
+    also store all tokens.
     """
     return round_up_to_block(tokens) * kv_bytes_per_token(weights, types)
 
@@ -204,7 +204,7 @@ def logits_bytes(weights: Any, rows: int) -> int:
 
 
 def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: LoadOptions) -> None:
-    """Raise MemoryBudgetError if the contexts and `other_bytes` together exceed the memory limit."""
+    """Raise MemoryBudgetError if the contexts plus `other_bytes` exceed the memory limit."""
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - other_bytes)
     total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)
@@ -237,7 +237,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
     """Measure the KV cache sizes of a model with compressed keys, without running any tokens."""
     sizes = []
-    # The second context is the smallest one that needs a second block for keys that combine four tokens each.
+    # The second context is the smallest one that needs a second block for keys that each combine four tokens.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
         small = ContextPlan(tokens, _F16, 1)
         context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
@@ -268,8 +268,8 @@ def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> C
 def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
     """Return a string that identifies the format of cached keys and values.
 
-    KV cells can be moved only between contexts with the same string. When the string changes, prefix caches
-    on disk become invalid.
+    KV cells can be moved only between contexts with equal strings. A changed string invalidates prefix caches
+    on disk.
     """
     switch = longrope_switch_tokens(weights)
     variant = f", turned for more than {switch}" if 0 < switch < max_plan.tokens else ""

@@ -50,7 +50,7 @@ class Gpu:
     Attributes:
         name: llama.cpp's name for it, such as `Vulkan0`.
         description: Product name.
-        free_bytes: Free memory in bytes. Some drivers report the total here.
+        free_bytes: Free memory in bytes. Some drivers report total memory instead.
         total_bytes: Total memory in bytes.
         has_own_memory: Whether the GPU has dedicated memory, separate from main memory.
     """
@@ -141,7 +141,7 @@ def device_split(
     tied = not any(name == "output.weight" for name, _ in tensors)
     for name, size_bytes in tensors:
         if match := _LAYER.match(name):
-            # Layers for multi-token prediction have higher numbers and belong to the head.
+            # Skip layers for multi-token prediction, which have higher numbers and belong to the head.
             on_gpu += size_bytes if layers - offloaded <= int(match[1]) < layers else 0
         elif name.startswith("output"):
             on_gpu += size_bytes
@@ -240,7 +240,7 @@ class LayerPlacement:
         local: Number of layers on this machine. These are the first layers of the model.
         remote: Number of layers on each worker device, in the order of the workers.
         workers: The layers and memory of each worker.
-        local_fraction: The fraction of the weight bytes read in a pass, from 0 to 1, that this machine holds.
+        local_fraction: This machine's fraction of the weight bytes read in a pass, from 0 to 1.
     """
 
     local: int
@@ -326,16 +326,11 @@ def place_layers(
 
 
 def _with_output(layers: Sequence[int], output: int) -> list[int]:
-    """Return the memory of each layer, with the output layer counted as part of the last one.
-
-    Args:
-        layers: The memory of each layer.
-        output: The memory of the output layer and its logits.
-    """
+    """Return the memory of each layer, counting the output layer and its logits as part of the last one."""
     return [*layers[:-1], *(size + output for size in layers[-1:])]
 
 
 def _device_rooms(link: Link) -> Sequence[int]:
-    """Return how many bytes to use on each of a worker's devices, in proportion to their free memory."""
+    """Return how many bytes to use on each of a worker's devices, in proportion to its free memory."""
     free = [device.free_bytes for device in link.status.devices]
     return [min(each, link.memory_bytes * each // max(1, sum(free))) for each in free]

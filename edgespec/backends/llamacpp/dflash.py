@@ -77,7 +77,7 @@ class _MRopeBatch(Batch):
         logits: bool | Sequence[bool],
     ) -> None:
         super().put(inputs, positions, sequences, logits)
-        # Text tokens have the same position in time, height and width.
+        # For text tokens, the time, height and width positions are the same.
         rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
         rows[:-1], rows[-1] = positions, 0
 
@@ -122,8 +122,8 @@ class BlockContext(HeadContext):
     def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head. See `HeadContext.compute`.
 
-        A `prefill` pass reads only hidden states. A `draft` pass reads only tokens: it runs a block, and
-        returns the data for the `PathSelector` in place of hidden states. The caller must then remove the
+        A `prefill` pass reads only hidden states. A `draft` pass reads only tokens. It runs a block, and
+        returns the data for the `PathSelector` instead of hidden states. The caller must then remove the
         block's keys and values.
         """
         none = np.empty((0, 0), np.float32)
@@ -391,7 +391,10 @@ class DFlashHead(HeadView[HeadTarget]):
         self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
     def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run a tree's nodes. Nodes before the drafted block get the logits of the block's first token."""
+        """Return the logits of a tree's nodes, running a block first if `first` is 0.
+
+        Nodes before the drafted block get the logits of the block's first token.
+        """
         if first == 0:
             self._run_block(tree)
         depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
@@ -423,7 +426,7 @@ class DFlashHead(HeadView[HeadTarget]):
         if self._markov:
             return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():
-            # Return a view, because copying the row for every token would be slow with large vocabularies.
+            # Return a view, because copying the row for every token would be slow for large vocabularies.
             return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
         rows: NDArray[np.float32] = self._rows[depths]
         return rows
@@ -514,7 +517,7 @@ def _estimate(
 ) -> MemoryEstimate:
     compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
     # llama.cpp sizes its buffers for a batch of two blocks, and includes the Markov head only if two blocks
-    # fill the batch. Heads with smaller blocks therefore need no memory for the Markov head.
+    # fill the batch. Smaller blocks therefore need no memory for the Markov head.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return head_memory(

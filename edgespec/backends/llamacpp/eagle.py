@@ -1,8 +1,8 @@
 """Draft with EAGLE heads, one-layer models that read the target's hidden states.
 
 llama.cpp runs EAGLE-3 heads (arXiv 2503.01840), but not EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and
-2406.16858). NumPy runs the layer of the latter, except for its matrix products and those with the target's LM
-head, which run in ggml.
+2406.16858). edgespec runs the latter in NumPy, and their matrix products, including those with the
+target's LM head, in ggml.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def _check_rotations(head: Any, path: Path) -> None:
 class Eagle1Network:
     """A transformer layer whose inputs are a token's embedding and the preceding hidden state.
 
-    The layer has no norm before its attention and no final norm. EAGLE-1 and EAGLE-2 heads have the same
-    layer.
+    The layer has no norm before its attention and no final norm. EAGLE-1 and EAGLE-2 heads share this
+    layout.
 
     Args:
         files: The head's configuration and tensors.
@@ -266,11 +266,11 @@ class Eagle1Head(HeadView[BaseModel]):
         return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
-        """Run the tree's nodes, starting at `first`, and append the head's hidden states to `_own_states`."""
+        """Run the head on the tree's nodes from `first` on, and append its states to `_own_states`."""
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._keep(self.length)
-            # During warm-up, the root is run even though the target has not processed any tokens.
+            # During warm-up, run the root even though the target has not processed any tokens.
             known = max(self.log.end - self.length, 0)
             start = self._known_nodes = sum(depth <= known for depth in tree.depths)
             self._run_nodes(tree, visible, (0, start), self._logged_states(self.length, start))
@@ -282,7 +282,7 @@ class Eagle1Head(HeadView[BaseModel]):
     def _run_nodes(
         self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
     ) -> None:
-        """Run a range of the tree's nodes, given the hidden state that precedes each of them."""
+        """Run the head on a range of nodes, given the hidden state that precedes each of them."""
         self._check_not_interrupted()
         begin, end = nodes
         places = TreeNodes(self.length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
@@ -401,7 +401,7 @@ class LoadedEagle1Head:
         return Eagle1Head(target, log, release, facts, network, self._embed, self._output)
 
     def close(self) -> None:
-        """Do nothing, because Python frees the weights together with the last view."""
+        """Do nothing. The weights are garbage-collected together with the last view."""
 
 
 def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
@@ -458,7 +458,7 @@ def _estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) 
 
 
 def _weight_bytes(files: EagleFiles, target: Path) -> int:
-    """Return the size in bytes of the head's weights plus a copy of the target's LM head."""
+    """Return the size in bytes of the head's weights and a copy of the target's LM head."""
     return lm_head(target).stored_bytes + sum(
         math.prod(tensor.shape) * (product_bytes(tensor.dtype) if len(tensor.shape) > 1 else _FLOAT32_BYTES)
         for tensor in files.tensors.values()

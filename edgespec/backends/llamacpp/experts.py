@@ -34,7 +34,9 @@ class _Override(ctypes.Structure):
 
 
 def expert_bytes(paths: str | Sequence[str]) -> dict[int, int]:
-    """Return the size in bytes of the experts of each layer that has experts.
+    """Return the size in bytes of each layer's experts, keyed by layer.
+
+    Layers without experts are omitted.
 
     Args:
         paths: The model file, or all files of the model.
@@ -61,14 +63,14 @@ def _expert_bytes(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> tup
 def experts_per_part(parts: Sequence[str | Sequence[str]], count: int | None) -> list[int]:
     """Divide the layers whose experts stay in main memory among the parts of a split model.
 
-    These are the model's first layers that have experts.
+    These are the first layers of the model that have experts.
 
     Args:
         parts: The files of each part, in the order of the layers.
-        count: The number of such layers in the whole model. None means 0.
+        count: The number of these layers in the whole model. None means 0.
 
     Returns:
-        The number of such layers in each part.
+        The number of these layers in each part.
     """
     left, counts = count or 0, []
     for part in parts if left else ():

@@ -73,7 +73,7 @@ _ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# The numbers of bits per weight that MLX's quantisation supports.
+# The bits per weight that MLX's quantisation supports.
 _BITS = (2, 3, 4, 5, 6, 8)
 # Maximum number of bits to unpack at once from a quantised matrix. This limits the memory used for unpacking.
 _UNPACKED_BITS = 2**26
@@ -370,7 +370,7 @@ def _interleaved(weights: NDArray[Any], head_size: int) -> NDArray[Any]:
 
 
 def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
-    """Convert a tensor to the type that the GGUF file stores.
+    """Convert a tensor to the type in which the GGUF file stores it.
 
     Raises ModelFileError if a value is not finite, or too large for the type.
     """

@@ -55,7 +55,7 @@ class GgufModel(BaseModel):
         max_plan: The size and layout of the KV cache at the maximum context length.
         options: The options that the model was loaded with.
         streamed_layers: Indices of the layers whose feed-forward weights are read from disk in every pass.
-        low_bit_error: Why the model cannot draft with a low-bit copy of itself. None if it can.
+        low_bit_error: Why the model cannot draft with a low-bit copy of itself, or None if it can.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ class GgufModel(BaseModel):
             for context, plan in zip(self._contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
-            # Notify the heads even if the size is unchanged, because their contexts may refer to the old
-            # context.
+            # Notify the heads even if the size is unchanged, because their contexts may still refer to the
+            # old context.
             self._now_sized(before[0].tokens, sum(plan.kv_bytes for plan in before))
             raise
         finally:

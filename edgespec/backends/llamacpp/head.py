@@ -122,7 +122,7 @@ class PairHead(HeadView[HeadTarget]):
     Args:
         parts: The weights, the target and the context.
         encodes: Whether the head has an encoder that combines the inputs of several target layers.
-        layers: Number of layers in the chain. 1 if the head is not a chain.
+        layers: Number of layers in the chain, or 1 if the head is not a chain.
     """
 
     _cells: LlamaHeadCells
@@ -154,7 +154,7 @@ class PairHead(HeadView[HeadTarget]):
             self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
 
     def _select(self, layer: int) -> None:
-        """Select which layer of the chain later passes run."""
+        """Select the layer of the chain that later passes run."""
         assert isinstance(self._context, PairContext)
         self._context.select_mtp_layer(layer)
 
@@ -177,7 +177,7 @@ class PairHead(HeadView[HeadTarget]):
         return HostLogits(rows.logits[first - begin :])
 
     def _begin_level(self, first: int) -> int:
-        """Select the layer for the nodes from `first` on, and return the first node it must run."""
+        """Switch to the draft layer for nodes at index `first` and above. Return the first node to run."""
         before, self._layer = self._layer, min(self._layer + 1, self._layers - 1) if first else 0
         self._select(self._layer)
         if first == 0 or self._layer == before:
@@ -186,7 +186,10 @@ class PairHead(HeadView[HeadTarget]):
         return 0
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
-        """Return input states for the nodes from `first` on: the target's if known, else the head's own."""
+        """Return input states for nodes at index `first` and above.
+
+        These are the target's hidden states where they are known, and the head's own otherwise.
+        """
         known = 0
         if first == 0:
             # Always treat the root as known, so that warm-up works before the target has run any tokens.
@@ -197,6 +200,6 @@ class PairHead(HeadView[HeadTarget]):
 
     def commit(self, path: tuple[int, ...]) -> None:
         if self._layers > 1:
-            # Not every layer has run these nodes, so the next prefill reruns them.
+            # Discard these nodes, because not every layer has run them. The next prefill reruns them.
             self._known_nodes = 0
         super().commit(path)

@@ -153,7 +153,7 @@ class HeadFile:
             self._contexts, self._close_context = shared.slots, shared.close
 
     def close(self) -> None:
-        """See `SharedHead`."""
+        """Free the contexts and the weights. All views must already be closed."""
         self._close_context()
         self._weights.free()
 
@@ -170,13 +170,13 @@ class SharedHeadContext(SharedContext):
 
     def __init__(self, context: HeadContext, name: str) -> None:
         if context.window:
-            # llama.cpp would reuse a reply's cells outside the window for other replies' tokens.
+            # llama.cpp would reuse one reply's cells outside the window for tokens of other replies.
             raise CapabilityError(
                 f"{name} cannot draft for several replies at once, because it has sliding-window attention",
                 "omit --parallel, or choose another method, such as suffix",
                 code="parallel_not_supported",
             )
-        # `HeadFile` frees the weights.
+        # Pass a no-op, because `HeadFile` frees the weights.
         super().__init__(context, lambda: None)
 
     def _make_slot(self, context: LlamaContext, slot: int) -> HeadSlot:
@@ -318,7 +318,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
 
 
 def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
-    """Raise CapabilityError if one of a head's sizes differs from the target's.
+    """Raise CapabilityError if any of a head's sizes differs from the target's.
 
     Args:
         target: The target.
@@ -368,7 +368,7 @@ def head_memory(
             MemoryPart("cache", token_bytes * context_tokens, pool, per_reply=True),
             MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit, pool),
             MemoryPart("compute", MAX_LOGGED_TOKENS * state_size * 4, per_reply=True),
-            # Replies that share a pass each copy their logits.
+            # Each reply that shares a pass copies its own logits.
             MemoryPart("output", batch_tokens * vocabulary * 4, per_reply=True),
         ),
     )
@@ -429,11 +429,11 @@ class HeadContext(LlamaContext):
 
     @abstractmethod
     def compute(self, head_pass: HeadPass) -> HeadRows:
-        """Run a pass of a head. See `LlamaContext.run` for the errors."""
+        """Run a pass of the head. See `LlamaContext.run` for the errors."""
 
 
 class _PairBatch(Batch):
-    """A batch of tokens, each with a hidden state."""
+    """A batch of tokens, each paired with a hidden state."""
 
     def __init__(self, size: int, sequences: int, state_size: int) -> None:
         super().__init__(size, sequences)

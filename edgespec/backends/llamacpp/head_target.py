@@ -89,7 +89,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
     max_plan: ContextPlan
     slot: int = 0
     _heads: SharedHeads
-    # Hidden states of the nodes in the tree that is being verified.
+    # Hidden states of the nodes in the tree being verified.
     _tree_states: list[NDArray[np.float32]]
 
     @property
@@ -136,7 +136,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
         self.truncate(self.length)
 
     def stop_logging(self, log: HiddenStateLog) -> None:
-        """See `HiddenStateSource`."""
+        """Stop updating a log. See `HiddenStateSource`."""
         self.logs.close(log)
         self._tap_states()
 

@@ -23,8 +23,8 @@ __all__ = ["check_headers"]
 _MAX_LAYERS = 512
 # The value of LLAMA_MAX_EXPERTS in llama.cpp.
 _MAX_EXPERTS = 1024
-# Maximum accepted values of metadata keys. Larger ones can crash llama.cpp, and no real model comes close to
-# them.
+# Maximum accepted value of each metadata key. Larger values can crash llama.cpp, and no real model comes
+# close to them.
 _MAX_COUNTS = {
     "embedding_length": 1 << 20,
     "attention.head_count": 1 << 14,
@@ -134,7 +134,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _compression_problem(header: GgufHeader) -> str:
-    """Check the sizes in a DeepSeek-V4 header that llama.cpp does not compare with the tensor shapes."""
+    """Check the sizes in a DeepSeek-V4 header that llama.cpp does not check against the tensor shapes."""
     if header.architecture != _COMPRESSED_ARCHITECTURE:
         return ""
     heads, groups = (_largest(header, f"attention.{key}") for key in ("head_count", "output_group_count"))
@@ -189,7 +189,7 @@ def _vocabulary_problem(header: GgufHeader) -> str:
 
 
 def _token_texts(tokens: StringArray) -> Iterator[bytes]:
-    """Yield the tokens as llama.cpp reads them: truncated at the first NUL byte, and without empty tokens."""
+    """Yield tokens as llama.cpp reads them, truncated at the first NUL byte, and skip empty ones."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 

@@ -33,7 +33,7 @@ NO_PROJECTOR = (
 
 _MARKER = b"<__media__>"
 _TEXT, _IMAGE = 0, 1
-# Formats that libmtmd decodes itself. Using its decoder gives the same pixels as in llama.cpp's own programs.
+# Formats that libmtmd decodes itself. Its decoder produces the same pixels as in llama.cpp's own programs.
 _DECODED_BY_LIBMTMD = ("PNG", "JPEG", "GIF")
 # Number of position components of each token with multimodal rotary positions (M-RoPE).
 _MROPE_COMPONENTS = 4
@@ -85,7 +85,7 @@ def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
     threads = options.threads or default_threads(check_file(options.projector))
     if threads > 1:
         use_threads()
-    # A whole image can be run in one pass only if it fits into a batch.
+    # An image can be run in one pass only if all of it fits into a batch.
     return ImageEncoder(
         *(options.projector, model, threads, options.batch_tokens),
         gpu=options.gpu_layers != 0,
@@ -125,7 +125,7 @@ class ImageEncoder:
         self._max_tokens = max_tokens
         projector = read_projector(Path(path), small_images=small_images)
         self._row_size: int = library().llama_model_n_embd_inp(model)
-        # Include the projector's file and its size limit, because both affect the embeddings of an image.
+        # Include the projector's file and its size limit, because both affect image embeddings.
         self._identity = f"{file_state(Path(path))} {projector.max_tokens}".encode()
         params = lib.mtmd_context_params_default()
         params.use_gpu, params.n_threads = gpu, threads
@@ -144,7 +144,7 @@ class ImageEncoder:
             )
         self._lock = threading.Lock()
         self.has_wide_positions: bool = lib.mtmd_decode_use_mrope(self._context)
-        # Parts of the images that prompts still use, keyed by their tokens.
+        # Image parts that prompts still use, keyed by their tokens.
         self._parts: weakref.WeakValueDictionary[tuple[int, ...], ImagePart] = weakref.WeakValueDictionary()
 
     def prepare(self, image: Image) -> PreparedImage:
@@ -264,8 +264,8 @@ class ImageEncoder:
         """
         chunk, part.chunk = part.chunk, None
         if chunk is None:
-            # Preprocess the image again. Pixels are freed once they are encoded, because most images are
-            # encoded only once.
+            # Preprocess the image again. Its pixels were freed after they were first encoded, because most
+            # images are encoded only once.
             chunk = [
                 each
                 for each in self._chunks(part.image)

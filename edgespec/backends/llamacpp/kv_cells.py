@@ -13,11 +13,11 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """Tracks the prefix of the target's KV cache that a draft model has copied and that is still unchanged.
+    """Tracks the prefix of the target's KV cache that has not changed since a draft model copied it.
 
     Attributes:
-        tokens: Length of the prefix. The draft model sets it after copying, and a rollback of the target
-            reduces it.
+        tokens: Length of the prefix. Set by the draft model after copying, and reduced when the target rolls
+            back.
     """
 
     tokens: int = 0
@@ -37,7 +37,7 @@ class KvCells:
         self.context = context
         self._max_branches = max_branches
         self._replays = replays
-        # The llama.cpp sequence and the position of each node in the token tree that is being verified.
+        # The llama.cpp sequence and the position of each node in the token tree being verified.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 

@@ -33,7 +33,7 @@ __all__ = ["KvSequences", "export_text", "first_part", "import_text", "merge_kv"
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _SIZE = struct.Struct("<Q")
-# The start, tokens and positions of a `WideImage`.
+# Exported fields of a `WideImage`: its start, tokens and positions.
 _IMAGE = struct.Struct("<III")
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -42,7 +42,7 @@ _COUNT = struct.Struct("=I")
 # Headers of a layer's keys or values. The first contains the data type and bytes per row. The second is used
 # for transposed values, and contains the data type, bytes per element and row length.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
-# Each exported KV cell has three integers: its position, its number of sequences (always 1) and its sequence
+# Number of integers per exported KV cell: its position, its number of sequences (always 1) and its sequence
 # id.
 _CELL_FIELDS = 3
 
@@ -262,9 +262,9 @@ class KvSequences:
         """Append unchanged copies of the first `count` KV cells of sequence 0, up to position `end`.
 
         Returns:
-            Whether it succeeded. If not, some copies may have been appended.
+            Whether all copies were appended. If not, some may have been.
         """
-        # Export once, because llama.cpp omits cells that the sliding attention window has passed.
+        # Export once, because llama.cpp would later omit cells that have left the sliding attention window.
         parts = self.export_cells(0, 0, count)
         for start in range(count, end, count):
             is_moved = len(parts) == 1 and _move_cells(parts[0], count)
@@ -275,14 +275,14 @@ class KvSequences:
         return True
 
     def export_images(self, start: int, end: int) -> list[bytes]:
-        """Return one part that describes the images at [start, end), or [] if images need no description."""
+        """Return a part that describes the images at [start, end), or [] if images need no description."""
         if not self.has_wide_images:
             return []
         images = [image for image in self._images if start <= image.start < end]
         return [b"".join(_IMAGE.pack(each.start, each.tokens, each.positions) for each in images)]
 
     def import_images(self, parts: list[memoryview], start: int, end: int) -> list[memoryview]:
-        """Add the images described by `export_images`, and return the remaining parts."""
+        """Record the images described by `export_images`, and return the remaining parts."""
         if not self.has_wide_images or not parts:
             return parts
         images, *parts = parts
@@ -309,14 +309,14 @@ class KvSequences:
             raise BackendError("the recurrent state cannot be rolled back", "load the model again")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
-        """Return the number of bytes that `export_sequence` exports for sequence 0."""
+        """Return the export size of sequence 0 in bytes. See `export_sequence`."""
         flags = self._flags(recurrent_only)
         with self._lock:
             return int(self._lib.llama_state_seq_get_size_ext(self._context, self._first, flags))
 
     @property
     def total_state_bytes(self) -> int:
-        """The size in bytes that an export of all sequences would have."""
+        """The size in bytes of an export of all sequences."""
         return int(self._lib.llama_state_get_size(self._context))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
@@ -338,7 +338,7 @@ class KvSequences:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load the result of `export_sequence` into an empty sequence. Return whether it succeeded."""
+        """Load the result of `export_sequence` into an empty sequence, and return whether this succeeded."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)
@@ -383,7 +383,7 @@ def sized_parts(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]
 
 
 def first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Split the first part off the joined result of `sized_parts`."""
+    """Return the first part of data joined from `sized_parts`, and the remaining data."""
     end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
     return data[_SIZE.size : end], data[end:]
 
@@ -418,7 +418,7 @@ def merge_kv(
     """Merge the exported KV cells of a split model's lower and upper layers.
 
     Returns:
-        The KV cells, in the form in which the unsplit model would export them.
+        The KV cells, in the format in which the unsplit model would export them.
 
     Raises:
         CapabilityError: The exported KV cells have an unexpected format, or contain different tokens.

@@ -67,7 +67,7 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load a model whose lower and upper layers were split into separate files.
 
-    Tensors used by both parts are in memory only once if the files are memory-mapped, but twice if llama.cpp
+    Tensors used by both parts are in memory once if the files are memory-mapped, and twice if llama.cpp
     repacks the weights for this CPU.
 
     Raises:
@@ -154,7 +154,7 @@ class LayerSkipModel(GgufModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # Export the KV cells of two tokens to test whether the model can draft with a low-bit copy of
+            # Export the KV cells of two tokens to check whether the model can draft with a low-bit copy of
             # itself.
             self.prefill([0, 0])
             try:
@@ -289,7 +289,7 @@ class LowerSplit:
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         """Return the hidden states of a tree to be verified, starting at the node `first`.
 
-        Tokens that drafting or an earlier call has already run are not rerun.
+        Tokens that were already run, by drafting or an earlier call, are not rerun.
 
         Returns:
             The hidden states as a float32 array [nodes, embedding size].

@@ -61,8 +61,8 @@ __all__ = [
 # unconventional.
 Paths: TypeAlias = str | Sequence[str]
 
-# Models with fewer weight bytes than this run on one CPU thread by default, because their threads would wait
-# for each other longer than they compute. Only toy models are that small.
+# Models with fewer weight bytes than this run on one CPU thread by default, because more threads would spend
+# most of their time waiting for each other. Only toy models are that small.
 _SMALL_MODEL_BYTES = 64 * 2**20
 _LARGE_MODEL_BYTES = 1 << 40
 # The flag that llama.cpp adds to a file type that it had to guess (LLAMA_FTYPE_GUESSED).
@@ -130,7 +130,7 @@ def load_all(
         unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
         stream = WeightStream(files, found, streamed, progress, unloaded)
         if _states(files) != states:
-            # The header may be of another file than the weights.
+            # The header and the weights may come from different files.
             raise ModelFileError(
                 f"{path} was replaced or changed while it was loaded", "load the model again"
             )
@@ -154,7 +154,7 @@ def free_weights(weights: Any, stream: WeightStream | None) -> None:
 
 
 def with_more_memory(path: str, options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
-    """Increase the memory limit by the size of the weights that llama.cpp counts but that are not in memory.
+    """Raise the memory limit by the size of the weights that llama.cpp counts but that are not in memory.
 
     These are the streamed weights, and layers for multi-token prediction that are not loaded.
     """
@@ -166,9 +166,9 @@ def with_more_memory(path: str, options: LoadOptions, stream: WeightStream | Non
 
 @contextmanager
 def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    """Provide copies of GGUF files with holes in place of the weights, or the files themselves on failure.
+    """Yield sparse copies of GGUF files without their weights, or the files themselves on failure.
 
-    llama.cpp reads the whole file when it maps it, which takes a long time if the file is larger than memory.
+    llama.cpp reads the whole file when mapping it, which is slow if the file is larger than memory.
     """
     with ExitStack() as undo:
         copies: Sequence[Path] = files
@@ -176,7 +176,7 @@ def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
             make_private_folder(cache_folder())
             folder = Path(undo.enter_context(TemporaryDirectory(dir=cache_folder())))
             empty = [_without_data(file, folder / f"{number}.gguf") for number, file in enumerate(files)]
-            # In a memory file system, the mapped holes would take up as much memory as the model.
+            # On tmpfs, mapped holes would take up as much memory as the model.
             copies = files if any(map(stores_holes, empty)) else empty
         yield copies
 
@@ -198,7 +198,7 @@ def load_files(
     place: Callable[[Any], None] | None = None,
     named: Sequence[Path] | None = None,
 ) -> Any:
-    """Load a model's weights like `load_weights`, but without checking first that they fit in memory.
+    """Load a model's weights like `load_weights`, but without first checking that they fit in memory.
 
     If `repack` or `options.repack` is False, llama.cpp does not repack the weights for this CPU, so they can
     be memory-mapped. `place` sets the devices in llama.cpp's parameters. `named` are the files to name in
@@ -286,7 +286,7 @@ def model_params(gpu_layers: int | None = None) -> Any:
         # errors than on the CPU, and would not repack the weights for this CPU.
         params.split_mode, params.main_gpu = lib.LLAMA_SPLIT_MODE_NONE, -1
     # llama.cpp's AMX kernels crash when compiled with GCC 12, which drops the code that fills in the tile
-    # configuration. They can be disabled only together with all other repacked weight layouts.
+    # configuration. They can only be disabled together with all other repacked weight layouts.
     params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
     return params
 
@@ -394,7 +394,7 @@ def describe(
 
 
 def threads_for(weights: Any, options: LoadOptions) -> int:
-    """Return `options.threads` if set, and otherwise the default number of CPU threads for this model."""
+    """Return `options.threads` if set, or else the default number of CPU threads for this model."""
     return options.threads or default_threads(library().llama_model_size(weights))
 
 

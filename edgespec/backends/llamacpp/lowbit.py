@@ -1,7 +1,7 @@
 """Draft with a low-bit copy of the target model that reuses the target's KV cells.
 
-This implements QSpec (arXiv 2410.11305), or SubSpec (arXiv 2509.18344) if only the weights that the target
-streams have a low-bit copy. The target's verified cells overwrite the draft model's, so the draft model never
+This implements QSpec (arXiv 2410.11305), or SubSpec (arXiv 2509.18344) if only the target's streamed
+weights have a low-bit copy. The target's verified cells overwrite the draft model's, so the draft model never
 needs a prefill. With a sparse attention window, the draft model attends only to the first and last tokens, so
 its memory does not grow with the context (MagicDec, arXiv 2408.11049).
 """
@@ -57,7 +57,7 @@ __all__ = [
 _DRAFT_TOKENS = 64
 # Number of tokens by which the draft model's attention window advances at a time.
 _WINDOW_STEP_TOKENS = 64
-# Number of KV cells that a draft model needs in addition to its attention window and its attention sinks (the
+# Number of KV cells that a draft model needs in addition to its attention window and attention sinks (the
 # first tokens of the text).
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
 _ALL_TOKENS = 1 << 62
@@ -65,8 +65,8 @@ _ALL_TOKENS = 1 << 62
 # interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
 # Maximum number of tokens in a pass of a draft model that shares weights with the target. The limit was
-# chosen to suffice for all but unusually wide draft trees. It is low because each token needs memory for
-# logits and intermediate results, and memory is scarce when the target is streamed.
+# chosen to allow all but unusually wide draft trees. It is low because each token needs memory for logits and
+# intermediate results, and memory is scarce when the target is streamed.
 _SHARED_ROWS = 96
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
@@ -152,7 +152,7 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
 
 
 def _identity(weights: Sequence[Any]) -> dict[str, str]:
-    """Return the metadata that is the same in all quantisations of a model."""
+    """Return the metadata that all quantisations of a model have in common."""
     parts = [all_metadata(part) for part in weights]
     architecture = parts[0].get("general.architecture", "")
     shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}

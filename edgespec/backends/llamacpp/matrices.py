@@ -30,7 +30,7 @@ __all__ = ["FileMatrix", "GgmlProducts", "product_bytes"]
 
 _CPU = 0
 _KINDS = {"F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
-# Memory in bytes for the descriptions of a graph and its tensors, which take a few hundred bytes each.
+# Bytes of memory for the metadata of a graph and its tensors, which take a few hundred bytes each.
 _DESCRIPTION_BYTES = 1 << 14
 # Maximum number of nodes in a graph. A product needs only one.
 _GRAPH_NODES = 4
@@ -42,7 +42,7 @@ def product_bytes(dtype: str) -> int:
 
 
 class GgmlProducts:
-    """Factory for functions that multiply by a matrix with ggml on the CPU.
+    """Factory for functions that multiply by a matrix, using ggml on the CPU.
 
     The functions share a buffer for their results, so only one of them runs at a time.
 
@@ -111,7 +111,7 @@ class GgmlProducts:
         return product
 
     def multiply(self, matrix: int, outputs: int, rows: Array) -> Array:
-        """Multiply an array [rows, inputs] by a matrix in ggml's memory. Return [rows, outputs]."""
+        """Multiply an array [rows, inputs] by a matrix in ggml's memory, and return [rows, outputs]."""
         with self._lock:
             return self._multiply(matrix, outputs, np.ascontiguousarray(rows, np.float32))
 
@@ -140,7 +140,7 @@ class GgmlProducts:
         return result
 
     def _described(self) -> int:
-        """Create a ggml context that describes tensors without holding their data."""
+        """Create a ggml context that holds tensor metadata but no data."""
         context: int = self._lib.ggml_init(ContextParams(_DESCRIPTION_BYTES, None, True))
         return context
 

@@ -65,8 +65,8 @@ _CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
 _COMPRESSOR_STATES = re.compile(r"rs_seq = \d+, layers = \d+, size = *([\d.]+) MiB")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
-# Context length in tokens at which the cache size per token is measured. It is large enough for rounding
-# errors in llama.cpp's log not to matter.
+# Context length in tokens at which the cache size per token is measured. It is large enough to make rounding
+# errors in llama.cpp's log negligible.
 _MEASURED_TOKENS = 32768
 # Maximum context length, in tokens, for which buffer sizes are measured. For longer contexts, they are
 # extrapolated.
@@ -194,7 +194,7 @@ class GgufMemoryEstimator:
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
-            # Count logits twice, because replies that share a pass copy their logits.
+            # Count logits twice for concurrent replies, which copy them after a shared pass.
             output_bytes += logits if plan.slots == 1 else 2 * logits
         if options.workers is not None:
             return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)
@@ -296,7 +296,7 @@ class GgufMemoryEstimator:
         return place_layers(self._path, self.name, options, buffers.cache_bytes, without_logits, logits_bytes)
 
     def _compute_without_logits(self, plan: ContextPlan, options: LoadOptions) -> int:
-        """Return the size of the compute buffer on a machine without the output layer."""
+        """Return the compute buffer size on a machine without the output layer."""
         # llama.cpp always reserves memory for at least one row of logits per sequence.
         few_rows = self._buffers(0, replace(plan, rows=plan.sequences), options)
         return few_rows.compute_bytes + _attention_bytes(self._weights[0], plan, options)

@@ -17,7 +17,7 @@ __all__ = [
     "vocabulary_size",
 ]
 
-# Maximum length of a metadata value in bytes. Longer values are cut off, which is acceptable because only
+# Maximum length of a metadata value in bytes. Longer values are truncated, which is acceptable because only
 # numbers and short names are needed.
 _MAX_VALUE_BYTES = 4096
 
@@ -56,7 +56,7 @@ def has_state(weights: Any) -> bool:
 
 
 def has_compressed_keys(weights: Any) -> bool:
-    """Return whether layers attend to a sliding window plus compressed keys of the tokens before it.
+    """Return whether attention combines a sliding window with compressed keys of earlier tokens.
 
     llama.cpp stores the sequences of such a model separately, and can copy only whole sequences.
     """

@@ -255,7 +255,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
     def run_first_layers(self, enabled: bool) -> bool:
         self._check(0)
         self._cut(0)
-        # Layers on different devices run different kernels, so the first layers do not represent the others.
+        # Layers on different devices run different kernels, so the first layers would not be representative.
         can_run = enabled and on_cpu(self.options) and not self._recurrent
         count = first_layers_of_each_kind(self._path) if can_run else 0
         if not count and not self._context.runs_first_layers:
@@ -264,7 +264,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
         if not count:
             return False
         try:
-            # Run a token to check that the architecture names its layer outputs, because some do not.
+            # Run a token to check that llama.cpp names the layer outputs, which it does not do for all
+            # architectures.
             self._context.append([0], 0)
         except BackendError:
             self._context.run_first_layers(0)

@@ -92,8 +92,8 @@ _EXPERTS = (
     ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
 )
-# Metadata keys that may differ between the target and a file that contains only MTP layers. `_check_streams`
-# checks `embedding_length_out`, which older files lack.
+# Metadata keys that may differ between the target and a file that contains only MTP layers. Older files lack
+# `embedding_length_out`, which `_check_streams` checks.
 _INDEPENDENT_KEYS = frozenset(
     {"block_count", "nextn_predict_layers", "context_length", "vocab_size", "embedding_length_out"}
 )
@@ -243,7 +243,7 @@ def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
 
 
 def _of_layer(value: Any, layer: int) -> int:
-    """Return a layer's value from metadata with either one value for all layers or one per layer."""
+    """Return a layer's value from metadata that holds one value for all layers or one per layer."""
     if isinstance(value, np.ndarray):
         return int(value[layer]) if value.dtype.kind in "iu" and layer < len(value) else 0
     return value if isinstance(value, int) else 0
@@ -290,7 +290,7 @@ def _shown(value: object) -> str:
 
 
 class _KvShape(NamedTuple):
-    """The number of KV heads of a layer, and the number of dimensions of each."""
+    """The number and size of a layer's KV heads."""
 
     heads: int
     size: int
@@ -368,7 +368,7 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
     own_kv = layers - needed.architecture_number("attention.shared_kv_layers")
     for layer, is_windowed in enumerate(_windowed(own)):
         from_end = 2 if is_windowed else 1
-        # The target's last layers may have no KV cells of their own and share those of the last two layers
+        # The target's last layers may have no KV cells of their own, and share those of the last two layers
         # that do.
         read = layers - from_end if layers - from_end < own_kv else own_kv - from_end
         shape, target_shape = _kv_shape(own, layer, is_windowed), _kv_shape(needed, read, is_windowed)
@@ -378,7 +378,7 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
 
 
 def _heads(header: GgufHeader, layer: int, key: str = "attention.head_count") -> int:
-    """Return a layer's number of heads. The metadata has one value for all layers or one per layer."""
+    """Return a layer's head count. The metadata has one value for all layers or one per layer."""
     value = header.architecture_value(key)
     if isinstance(value, np.ndarray):
         return int(value[layer]) if 0 <= layer < len(value) and value.dtype.kind in "iu" else 0
@@ -396,13 +396,13 @@ def _suffix(is_windowed: bool) -> str:
 
 
 def _rotated(header: GgufHeader, is_windowed: bool) -> int:
-    """Return the number of rotary dimensions per attention head, or llama.cpp's default if it is not set."""
+    """Return the number of rotary dimensions per attention head, or llama.cpp's default if it is unset."""
     keys = ("rope.dimension_count_swa", "rope.dimension_count", "attention.key_length")
     present = (key for key in keys[not is_windowed :] if header.architecture_value(key) is not None)
     return header.architecture_number(next(present, ""))
 
 
 def _windowed(header: GgufHeader) -> list[bool]:
-    """Return one flag per layer: whether it uses sliding-window attention."""
+    """Return whether each layer uses sliding-window attention."""
     pattern = header.architecture_value("attention.sliding_window_pattern")
     return [bool(each) for each in pattern] if isinstance(pattern, np.ndarray) else []

@@ -49,7 +49,7 @@ _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
-# The GPU libraries, in the order in which they are tried. CUDA is faster than Vulkan on NVIDIA GPUs.
+# GPU libraries, in the order in which they are tried. CUDA is faster than Vulkan on NVIDIA GPUs.
 _GPU_LIBRARIES = ("cuda", "vulkan")
 
 
@@ -75,7 +75,11 @@ def library() -> ModuleType:
 
 @cache
 def mtmd() -> ModuleType:
-    """Import and return llama_cpp's bindings of libmtmd, which encodes images. Raises BackendMissingError."""
+    """Import and return llama_cpp's bindings for libmtmd, which encodes images.
+
+    Raises:
+        BackendMissingError: The bindings cannot be imported.
+    """
     library()
     try:
         from llama_cpp import mtmd_cpp
@@ -89,7 +93,7 @@ def mtmd() -> ModuleType:
 
 
 def use_threads() -> None:
-    """Prepare for multi-threaded passes. Raises BackendError if such passes ran before a fork.
+    """Prepare for multi-threaded passes. Raises BackendError if any ran before this process was forked.
 
     After a fork, OpenMP would wait forever for threads that exist only in the parent.
     """
@@ -244,7 +248,7 @@ def _interrupt_main_thread() -> None:
 
 def _on_line(level: int, text: bytes, _user_data: object) -> None:
     if level == _DEBUG and not _captures:
-        # Loading a model logs thousands of debug lines, which would slow loading down and fill the log file.
+        # Loading a model logs thousands of debug lines, which would slow it down and fill the log file.
         return
     line = text.decode("utf-8", "replace").strip()
     if not line or set(line) == {"."}:
@@ -258,8 +262,8 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
     # Ignore logging errors, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False
     severity = logging.WARNING if level in (_WARN, _ERROR) else logging.INFO
-    # Do not use `Logger.log`, which would search the stack for the caller for each of the several hundred
-    # lines that are logged while loading a model.
+    # Do not use `Logger.log`, which would walk the stack to find the caller of each line. Loading a model
+    # logs several hundred lines.
     _LOG.handle(logging.LogRecord(_LOG.name, severity, "", 0, line, None, None))
 
 

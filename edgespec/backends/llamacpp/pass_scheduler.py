@@ -30,7 +30,7 @@ def _no_rows() -> NDArray[np.float32]:
 
 
 # Guards the state of all schedulers. They share one condition, because a reply that waits for a pass of the
-# target must not keep a pass of the draft model waiting.
+# target must not delay a pass of the draft model.
 _CHANGED = threading.Condition()
 
 # Wait for a reply's next request for up to this multiple of its usual pause, plus a fixed number of seconds.
@@ -38,9 +38,10 @@ _CHANGED = threading.Condition()
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and pass durations.
 _WEIGHT = 0.3
-# A reply counts as active for this many seconds after its last pass. The value was chosen by judgement.
+# Seconds for which a reply still counts as active after its last pass. The value was chosen by judgement.
 _ACTIVE_SECONDS = 1.0
-# Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
+# Maximum length of a pause in the averages, in passes. It is limited because a caller can stop reading its
+# reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
 
 
@@ -211,7 +212,7 @@ class PassScheduler:
         return pause if mean_seconds is None else mean_seconds + _WEIGHT * (pause - mean_seconds)
 
     def _patience(self, pause_seconds: float | None) -> float:
-        """Return how many seconds to wait for a reply after a pass, given its usual pause."""
+        """Return how long to wait for a reply after a pass, in seconds, given its usual pause."""
         usual = self._pass_seconds if pause_seconds is None else pause_seconds
         return min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
 

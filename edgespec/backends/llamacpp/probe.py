@@ -30,8 +30,8 @@ class ProbeResult:
 
     Attributes:
         rollback: A description of how the cache is rolled back.
-        replays: Whether the model's state is exactly the same after restoring a checkpoint.
-        undo_tokens: The number of most recent tokens that can be removed without restoring a checkpoint.
+        replays: Whether restoring a checkpoint reproduces the model's state exactly.
+        undo_tokens: The number of recent tokens that can be removed without restoring a checkpoint.
     """
 
     capabilities: Capabilities

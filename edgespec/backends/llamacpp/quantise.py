@@ -40,8 +40,8 @@ _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q
 # these types.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# Seconds between the empty lines that the child process prints. At each line, the parent process checks for
-# cancellation.
+# Interval in seconds between the empty lines that the child process prints. At each line, the parent process
+# checks for cancellation.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
 _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -144,7 +144,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
             assert process.stdout is not None
             for line in process.stdout:
                 if match := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
-                    # llama.cpp prints a tensor's number before quantising it, so only the tensors before it
+                    # llama.cpp prints a tensor's number before quantising it, so only the preceding tensors
                     # are done.
                     fraction = (int(match[1]) - 1) / int(match[2])
                 elif line.strip():

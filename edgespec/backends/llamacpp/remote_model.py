@@ -29,8 +29,8 @@ from edgespec.options.methods import methods
 __all__ = ["RemoteModel", "load_on_workers"]
 
 _Result = TypeVar("_Result")
-# The tensors that stay on this machine. Unless the pattern includes `output.weight`, llama.cpp places it on
-# the last device.
+# The tensors that stay on this machine. llama.cpp places `output.weight` on the last device unless the
+# pattern includes it.
 _LOCAL_TENSORS = rb"^(output|token_embd)\.weight$"
 _LOCAL_TENSORS_WITHOUT_OUTPUT = rb"^token_embd\.weight$"
 _UNLIMITED_BYTES = 1 << 62
@@ -212,8 +212,7 @@ class RemoteModel(BaseModel):
         if enabled:
             self._model.interrupt(True)
         else:
-            # Do not clear the interrupt yet, because it must also stop an abandoned pass that is still
-            # running.
+            # Clear the interrupt later, because it must also stop an abandoned pass that is still running.
             self._workers.run_later(lambda: self._model.interrupt(False))
 
     def close(self) -> None:

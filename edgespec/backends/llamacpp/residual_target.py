@@ -74,7 +74,10 @@ def lm_head(path: Path) -> FileMatrix:
 
 
 def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of Medusa or Hydra heads for a GGUF target. See `estimate_residual_heads`."""
+    """Estimate the memory that Medusa or Hydra heads need for a GGUF target.
+
+    See `estimate_residual_heads`.
+    """
     vocab_size = read_gguf_info(target).vocab_size
     return estimate_residual_heads(
         head.shown_path, context_tokens, vocab_size, lambda heads: _weight_bytes(heads, target)

@@ -45,7 +45,7 @@ _guarded: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
 # connecting to it, a thread that never returns keeps holding one of that copy's locks, so later models use
 # another copy.
 _users: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
-# Number of copies of the RPC library, not counting the original.
+# Number of copies made of the RPC library.
 _copies = 0
 # Number of `add_devices` calls. It is part of each address, so that each call opens new connections.
 _generation = 0

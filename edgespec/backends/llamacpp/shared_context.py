@@ -30,8 +30,8 @@ __all__ = [
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
-# Maximum number of prompt tokens in a pass that other replies share. The limit was chosen so that such a pass
-# takes only a few times as long as one that only generates tokens.
+# Maximum number of prompt tokens in a pass shared with other replies. The limit was chosen so that such a
+# pass takes only a few times as long as one that only generates tokens.
 _SHARED_PREFILL_TOKENS = 64
 
 
@@ -104,7 +104,7 @@ class SharedContext:
         )
         self.slots = tuple(self._make_slot(context, slot) for slot in range(count))
         self._open_slots = count
-        # The hidden states that each slot's heads read, and the union of them that passes copy.
+        # The hidden states that each slot's heads read, and their union, which every pass copies.
         self._slot_states: list[Sequence[int]] = [()] * count
         self._states: Sequence[int] = ()
 
@@ -148,7 +148,7 @@ class SharedContext:
                 end = part.positions[0] + part.prompt_tokens
                 self.slots[part.slot].protect(part.positions[0], end)
             row += part.prompt_tokens if every else 0
-            # Copy the rows, because the next pass overwrites them, even if it is for other replies.
+            # Copy the rows, because the next pass overwrites them, even if it runs for other replies.
             part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
             if states is not None and (own := self._slot_states[part.slot]):
                 columns = [self._states.index(state) for state in own]
@@ -182,7 +182,7 @@ class SharedContext:
             self.scheduler.max_tokens = self._context.batch_tokens
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the number of CPU threads to use while the machine is idle."""
+        """Set the maximum number of CPU threads, which is used while the machine is idle."""
         with self.lock:
             self._context.set_max_threads(threads)
 
@@ -329,7 +329,7 @@ class ContextSlot(KvSequences):
         self.shared.scheduler.cancel(self.index, enabled)
 
     def protect(self, start: int, end: int) -> None:
-        """Keep llama.cpp from reusing the cells at positions [start, end) of sequence 0."""
+        """Prevent llama.cpp from reusing the cells at positions [start, end) of sequence 0."""
 
 
 class WindowSlot(ContextSlot):
@@ -361,8 +361,8 @@ class WindowSlot(ContextSlot):
                 self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
             dropped = super().drop(sequence, start, end)
             if sequence == 0:
-                # The remaining cells may include accepted tokens of a draft tree, which are not protected
-                # yet.
+                # Protect the remaining cells too, because they may include accepted tokens of a draft tree
+                # that are not protected yet.
                 self.protect(0, start)
             return dropped
 

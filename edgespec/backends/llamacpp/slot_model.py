@@ -141,8 +141,8 @@ class SlotModel(HeadTarget):
         vocabulary: The reply's own tokenizer. Closed by `close`.
         weights: The llama_model handle.
         options: The options that the model was loaded with.
-        heads: The heads that are loaded for the model.
-        encoder: The model's projector, or None if it has none.
+        heads: The heads loaded for the model.
+        encoder: The model's image projector, or None if it has none.
     """
 
     why_blind = NO_PROJECTOR

@@ -55,7 +55,7 @@ class HiddenStateHook:
     """Copies tensors with given names from every forward pass, as float32 arrays [rows, row_size].
 
     Each hook belongs to one context and is used only by the thread that runs its forward passes. llama.cpp
-    calls the hook for every node in the computation graph, which takes about a microsecond per node.
+    calls the hook for every node in the computation graph, which costs about a microsecond per node.
 
     Attributes:
         names: The names of the chosen tensors.
@@ -69,7 +69,7 @@ class HiddenStateHook:
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = ggml()
-        # Keep a reference to the callback, because ctypes does not, and C code may call it later.
+        # Keep a reference to the callback, because ctypes does not and C code may call it later.
         self.callback = library().ggml_backend_sched_eval_callback(self.on_node)
 
     def set_names(self, names: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def first_layers_of_each_kind(path: Path) -> int:
     """Return how many leading layers cover all types and shapes of weights in a model's layers.
 
     Returns:
-        The number of layers, or 0 if they are more than half of the model's layers.
+        The number of layers, or 0 if it would exceed half of the model's layers.
 
     Raises:
         ModelFileError: A file cannot be read.
@@ -172,7 +172,7 @@ class LayerTaps:
         api.switch(context, layer, layer in self._layers)
 
     def rows(self, context: Any, count: int) -> list[NDArray[np.float32]]:
-        """Return each layer's input from the last pass of `count` tokens, as float32 [tokens, size]."""
+        """Return each layer's input in the last pass, which ran `count` tokens, as float32 [tokens, size]."""
         if not self._layers:
             return []
         api = _layer_input_api()
@@ -262,7 +262,7 @@ class StateTaps:
             api.switch(context, self._copies_final, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
-        """Return the hidden states from the last pass of `count` tokens, as float32 [tokens, states, size].
+        """Return the last pass's hidden states for its `count` tokens, as float32 [tokens, states, size].
 
         Raises:
             BackendError: llama.cpp did not compute one of the hidden states for all tokens.
@@ -284,7 +284,7 @@ def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
 
 
 def _tensor(state: int) -> str:
-    """Return the name of the llama.cpp tensor that contains a hidden state."""
+    """Return the name of the llama.cpp tensor that holds a hidden state."""
     return "result_norm" if state == POST_NORM else layer_output(state - 1)
 
 
@@ -319,7 +319,7 @@ class NextnApi:
 
 @dataclass(frozen=True, slots=True)
 class TargetLayersApi:
-    """Functions that return which target layers a head reads.
+    """Functions for reading which target layers a head uses.
 
     Attributes:
         ids: Returns a pointer to the indices of the target layers whose inputs the head reads.

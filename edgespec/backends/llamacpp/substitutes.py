@@ -39,8 +39,7 @@ __all__ = ["load_substituted", "loaded_bytes", "substitute_bytes"]
 
 # `llama_model::get_tensor(char const*) const`, which llama.cpp exports but does not declare in `llama.h`.
 _GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
-# Size in bytes of the part of a `ggml_tensor` that is searched for its data pointer. The whole structure has
-# 336 bytes.
+# Number of bytes of a `ggml_tensor` to search for its data pointer. The whole structure is 336 bytes.
 _TENSOR_BYTES = 320
 _POINTER_BYTES = 8
 
@@ -132,7 +131,7 @@ def load_substituted(
 
 
 def _sources(files: Sequence[Path], file: Path, layers: frozenset[int]) -> list[_Source]:
-    """Return the tensors of the draft model in the order of its file, with their offsets in it."""
+    """Return the draft model's tensors in file order, with their offsets in the draft model's file."""
     header = read_header(file)
     copies = {tensor.name: tensor for tensor in header.tensors}
     alignment = int(read_header(files[0]).metadata.get("general.alignment", 32))
@@ -181,7 +180,7 @@ def _fill(weights: Any, target: Any, sources: Sequence[_Source], file: Path) -> 
             else:
                 _read(copies, source.offset_bytes, backend.ggml_get_data(own), _bytes_of(source.tensor), file)
         with suppress(OSError):
-            # The copies are in memory now, so free the file's page cache for other files.
+            # The copies are now in memory, so drop the file from the page cache.
             os.posix_fadvise(copies.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -28,7 +28,7 @@ __all__ = ["try_adapters", "try_head", "try_model", "try_split_model"]
 
 # Load the model on the CPU with a small context, to save time and memory.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
-# Numbers of tokens per forward pass to try. llama.cpp has different kernels for one, a few and many tokens.
+# Pass widths to test, in tokens. llama.cpp has different kernels for one, a few and many tokens.
 _WIDTHS = (3, 1, 40)
 # CPU time limit in seconds for all forward passes. Large models may not finish, which is acceptable because
 # their layers all have the same structure.
@@ -36,7 +36,7 @@ _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
 _PIECES = 256
-# Number of prompt tokens for testing a head, and the draft tree that the head then runs.
+# Number of prompt tokens for testing a head, and the draft tree to run after them.
 _HEAD_TOKENS = 40
 _TREE = TokenTree((0, 1, 2, 3), (-1, 0, 0, 1), (None,) * 4)
 

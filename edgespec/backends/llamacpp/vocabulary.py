@@ -18,8 +18,8 @@ from edgespec.model.token_list import longest_piece_bytes
 
 __all__ = ["LlamaVocabulary"]
 
-# A buffer that is large enough for most pieces. The type is created once, because comparing two vocabularies
-# reads all pieces and `create_string_buffer` is slow.
+# A buffer that is large enough for most pieces. The type is created only once, because `create_string_buffer`
+# is too slow for reading all pieces when two vocabularies are compared.
 _PieceBuffer = ctypes.c_char * 64
 
 
@@ -96,7 +96,7 @@ class LlamaVocabulary:
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text, which are empty for control tokens."""
+        """Return the bytes that a token adds to the text. Control tokens add none."""
         return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:

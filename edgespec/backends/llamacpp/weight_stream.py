@@ -48,7 +48,7 @@ __all__ = [
     "unloaded_ranges",
 ]
 
-# Number of streamed layers in memory at a time: one is being computed, one is ready, one is being read.
+# Number of streamed layers in memory at a time: one being computed, one ready, and one being read.
 LAYERS_IN_MEMORY = 3
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
 # one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
@@ -58,8 +58,8 @@ _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
 _POLL_SECONDS = 0.05
 _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
-# Without this flag, Linux refuses mappings that are larger than the machine's memory. Python's `mmap` module
-# has it only since version 3.13.
+# Without this flag, Linux refuses mappings larger than the machine's memory. Python's `mmap` module provides
+# it only since version 3.13.
 _MAP_NORESERVE = 0x4000
 
 
@@ -139,7 +139,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
                 header.size_bytes + following[tensor.offset_bytes],
             )
             if size_bytes := tensor_size(tensor):
-                # llama.cpp does not map what follows the last tensor.
+                # llama.cpp does not map the rest of the file after the last tensor.
                 end = min(end, begin + size_bytes)
             begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
             layer = _LAYER.match(tensor.name)
@@ -155,12 +155,12 @@ def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list
 
 
 def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges]:
-    """Choose `count` evenly spaced layers, so that they can be read while the others are computed."""
+    """Choose `count` evenly spaced layers, so that their weights can be read while others are computed."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
 def saved_bytes(streamed: Sequence[LayerRanges]) -> int:
-    """Return how many bytes of memory are saved by streaming these layers."""
+    """Return how many bytes of memory streaming these layers saves."""
     return sum(sorted(layer.size_bytes for layer in streamed)[:-LAYERS_IN_MEMORY])
 
 
@@ -198,7 +198,7 @@ class WeightStream:
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
-        # The layers after which a pass waits for the next streamed layer.
+        # Indices of the layers after which a pass waits for the next streamed layer.
         self._waits = {layer.before for layer in streamed}
         # Passes acquire this lock instead of the Condition, because Ctrl-C can interrupt a Condition's
         # methods at any point, even while they acquire the lock. Those of RLock cannot be interrupted.
@@ -211,7 +211,7 @@ class WeightStream:
         # compute the layer before its weights have been read.
         self._awaited = 0
         self._missed = False
-        # Whether all passes so far have ended as planned. If not, `_done` may be wrong.
+        # Whether all passes so far ended as planned. If not, `_done` may be wrong.
         self._is_intact = True
         self._restarts = 0
         self._closed = False
@@ -327,7 +327,7 @@ class WeightStream:
             # submitted.
             wait(reads)
             return BackendError("cannot read the weights, because edgespec is exiting")
-        # Wait for all reads. None may still be writing when the memory is used, freed or read into again.
+        # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
         wait(reads)
         try:
             for read in reads:

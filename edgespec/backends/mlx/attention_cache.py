@@ -15,13 +15,13 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 
-# Cached keys or values. An unquantised cache uses one array [batch, heads, rows, head size]. A quantised
-# cache uses three: packed values, scales and biases.
+# Cached keys or values: one array [batch, heads, rows, head size], or three arrays if the cache is quantised
+# (packed values, scales and biases).
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Number of rows to add when a KV cache is full, as in mlx-lm.
+# Sliding windows start at a multiple of this many tokens, because their alignment affects rounding errors.
 _GROWTH_ROWS = 256
-# Sliding windows start at a multiple of this many tokens, because the alignment affects rounding errors.
+# Number of rows by which a full KV cache grows, as in mlx-lm.
 _BLOCK_ROWS = 64
 
 
@@ -145,7 +145,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return the rows at positions [first, end) in the form that `load` takes."""
+        """Return the rows at positions [first, end) in the form that `load` accepts."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
@@ -192,7 +192,7 @@ class AttentionCache:
             return tuple(result)
 
         moved_keys, moved_values = moved(self._keys, keys), moved(self._values, values)
-        # Assign all fields in one statement, so that an interrupt cannot leave the cache half moved.
+        # Assign all fields in one statement, so that an interrupt cannot leave them inconsistent.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     def _encode(self, rows: mx.array) -> Rows:

@@ -57,7 +57,7 @@ def mlx_core() -> Any:
 
 
 def use_in_this_process() -> None:
-    """Prepare to compute with MLX. Raises BackendError if MLX was imported before this process forked.
+    """Prepare to compute with MLX. Raises BackendError if this process was forked after MLX was imported.
 
     After a fork, MLX would wait forever for threads that exist only in the parent.
     """
@@ -72,7 +72,7 @@ def use_in_this_process() -> None:
 
 @cache
 def _first_user() -> int:
-    """Return the ID of the first process that imported MLX."""
+    """Return the ID of the process that first imported MLX."""
     return os.getpid()
 
 

@@ -46,7 +46,7 @@ __all__ = ["DFlashHead", "estimate_head", "load_head"]
 
 
 class DFlashNetwork(Module):
-    """Network of a head, with parameters named as in `edgespec.model.heads.dflash_files`."""
+    """Network of a DFlash or DSpark head. Parameter names match `edgespec.model.heads.dflash_files`."""
 
     def __init__(self, files: DFlashFiles) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DFlashNetwork(Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The data type in which the head computes."""
+        """The head's compute data type."""
         return self.fc.weight.dtype
 
     @property
@@ -85,7 +85,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Computes logits from the previous token, to be added to the block's logits."""
+    """Computes logits from the previous token, which are added to the block's logits."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _MarkovHead(Module):
         self.markov_w2 = Linear(config.markov_rank, draft_vocab_size, bias=False)
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return the logits [tokens, draft vocabulary] to add for the token after each of `tokens`."""
+        """Return the logits [tokens, draft vocabulary] to add for the token that follows each of `tokens`."""
         return self.markov_w2(self.markov_w1(tokens))
 
 
@@ -129,7 +129,7 @@ class _Attention(Module):
         )
 
     def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:
-        """Append the keys and values of hidden states to the cache, and return its entire contents."""
+        """Append the keys and values computed from `states` to the cache, and return its entire contents."""
         keys = self.rope(self.k_norm(self._split(self.k_proj(states))), offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, self._split(self.v_proj(states)))
         return keys, values
@@ -240,7 +240,7 @@ class DFlashHead(HeadView[HeadTarget]):
         return DeviceLogits(rows, tree.depths[first:])
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Cache the known hidden states for the tree's first nodes, and run a block after them."""
+        """Cache the known hidden states of the tree's first nodes, then run a block from the next node."""
         self._keep(self.length)
         known = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known

@@ -36,10 +36,10 @@ __all__ = ["DraftStudent", "DraftTrainer"]
 _WEIGHTS_FILE = "model.safetensors"
 # Suffixes of the configuration and tokenizer files, which are copied to the trained draft model's folder.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
-# Learning rate for all weights, multiplied by the hidden size. Wider networks need lower rates (arXiv
-# 2203.03466). On the demo models, a rate five times as high made the draft model worse.
+# Learning rate for training all weights, multiplied by the hidden size. Wider networks need lower rates
+# (arXiv 2203.03466). On the demo models, a rate five times as high made the draft model worse.
 _RATE_TIMES_SIZE = 0.01
-# Learning rate for LoRA weights, as in online training.
+# Learning rate for LoRA weights, the same as in online training.
 _LORA_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
 # Every second training step is on-policy: it uses text that the draft model itself generated. This
@@ -57,7 +57,7 @@ class _Quantisation(NamedTuple):
 
 
 class TrainableDraft:
-    """A draft model with trainable weights, published with the quantisation of the original.
+    """A draft model with trainable weights. It is published with the original model's quantisation.
 
     Args:
         path: Folder of the draft model.
@@ -117,13 +117,13 @@ class TrainableDraft:
         self.net.update(tree_unflatten(list(weights.items())))
 
     def published(self) -> Arrays:
-        """Return the published model's tensors, in the original model's data types."""
+        """Return the tensors to publish, in the original model's data types."""
         arrays: Arrays = {}
         for key, array in self._merged().items():
             module, _, leaf = key.rpartition(".")
             if leaf == "weight" and module in self._quantised and mx.issubdtype(array.dtype, mx.floating):
                 scales_dtype = self._dtypes[f"{module}.scales"]
-                # Keep the weights' type if the scales are 8-bit integers, as in some quantisations.
+                # Keep the weights' type if the scales are 8-bit integers, as in some quantisation formats.
                 weight = array.astype(scales_dtype) if mx.issubdtype(scales_dtype, mx.floating) else array
                 packed = mx.quantize(weight, **self._quantised[module]._asdict())
                 parts = zip(("weight", "scales", "biases"), packed, strict=False)
@@ -288,7 +288,7 @@ def _config(folder: Path) -> bytes:
 
 
 def _total_variation(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
-    """Return the mean total variation (TV) distance between the draft model's and target's distributions.
+    """Return the mean total variation (TV) distance between the draft model and the target.
 
     Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, this loss
     raised 1 - TV on held-out text more than the Jensen-Shannon divergence did. KL divergence lowered it,

@@ -47,7 +47,7 @@ class HiddenStateNetwork(Protocol):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The data type in which the head computes."""
+        """The head's compute data type."""
 
     @property
     def cache_count(self) -> int:
@@ -155,7 +155,7 @@ class EagleHead(HeadView[HeadTarget]):
         return DeviceLogits(rows, self._round.depths[first:])
 
     def _run_again(self, tree: TokenTree, count: int) -> None:
-        """Rerun the tree's first `count` nodes with the current network, to fill that network's cache."""
+        """Run the current network on the tree's first `count` nodes again, to fill that network's cache."""
         known = self._known_nodes
         self._set_layout(0, count)
         states = [self._target_states(self.length, known)]
@@ -234,8 +234,9 @@ def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstim
 def load_head(target: HeadTarget, head: Head) -> EagleHead:
     """Load an EAGLE head for a target. See `registry.HeadNetwork`.
 
-    A head's configuration does not say which hidden states it reads, or whether its input starts with the
-    embedding or the hidden state. We therefore try all combinations (see `load_most_accurate`).
+    An EAGLE head's configuration does not say which hidden states the head reads, or whether its input
+    starts with the embedding or the hidden state. We therefore try all combinations (see
+    `load_most_accurate`).
     """
     folder = checked_folder(head.shown_path)
     files = read_eagle(folder)

@@ -126,7 +126,7 @@ class Attend(Protocol):
 
 
 class _CachedAttention:
-    """Attends to all tokens in a KV cache, and appends the new tokens to the cache."""
+    """Appends new tokens to a KV cache, and attends to all tokens in it."""
 
     def __init__(self, cache: AttentionCache) -> None:
         self._cache = cache

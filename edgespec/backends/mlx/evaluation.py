@@ -77,8 +77,8 @@ class _Lease:
     """A stream used by a single thread. When that thread ends, another thread can take over the stream.
 
     Python deletes the lease while the thread can still run Python code, and the lease then frees the thread's
-    compiled functions and streams. MLX itself would free them only after the thread has left Python, which
-    requires the interpreter and aborts the process if the interpreter is already shutting down.
+    compiled functions and streams. MLX would free them only after the thread has left Python. Doing so needs
+    the interpreter, and aborts the process if the interpreter is already shutting down.
 
     Attributes:
         is_used: Whether the thread may have used MLX since `_release_streams`. If not, there is nothing to
@@ -91,7 +91,7 @@ class _Lease:
         try:
             self.stream = _free.pop()
         except IndexError:
-            # Only streams of this kind can later be handed to another thread.
+            # Only a thread-unsafe stream can later be handed to another thread.
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:

@@ -16,8 +16,8 @@ from edgespec.errors import BackendError, ModelFileError
 __all__ = ["Arrays", "GradientDescent", "ParameterGroup", "TrainedNetwork", "save_arrays"]
 
 Arrays: TypeAlias = dict[str, mx.array]
-# Learning rate schedule: number of warm-up steps, and fraction of the training after which the rates start to
-# fall to zero.
+# Learning rate schedule: number of warm-up steps, and fraction of the training after which the rates decay to
+# zero.
 _WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
 
 
@@ -46,7 +46,7 @@ class ParameterGroup(NamedTuple):
 
 
 class GradientDescent:
-    """Minimises a loss. Owns the optimiser state.
+    """Trains a network by gradient descent. Owns the optimiser state.
 
     Args:
         network: The network to train.

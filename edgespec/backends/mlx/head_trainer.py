@@ -26,12 +26,13 @@ __all__ = ["HeadStudent", "MlxHeadTrainer", "TrainableHead", "least_squares"]
 # Regularisation strength of least-squares fits, relative to the mean square of the inputs.
 _RIDGE = 0.01
 _CONFIG = "config.json"
-# Number of tokens in the softmax of a training step: those to which the target assigns the highest total
-# probability in the batch. More tokens would barely change the loss, but would dominate the computation time.
+# Number of tokens in a training step's softmax. These are the tokens to which the target assigns the highest
+# total probability in the batch. More tokens would barely change the loss, but would dominate the computation
+# time.
 _CANDIDATES = 2_048
-# Weight of each draft step in the loss, relative to the previous step.
+# Loss weight of each draft step, relative to the previous step.
 _DECAY = 0.85
-# Learning rates for matrices, and for norms and biases.
+# Peak learning rates for matrices, and for norms and biases.
 _MATRIX_RATE, _VECTOR_RATE = 0.02, 0.003
 _MAX_GRADIENT_NORM = 5.0
 
@@ -196,7 +197,7 @@ class MlxHeadTrainer(HeadGuesser):
             del states
 
             def loss() -> mx.array:
-                """Return the cross-entropy with the target's probabilities, summed over the draft steps."""
+                """Return the cross-entropy against the target, as a weighted sum over the draft steps."""
                 total = mx.array(0.0)
                 for step, state in enumerate(self.head.unroll(embeddings, hidden, unroll)):
                     logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
@@ -208,7 +209,7 @@ class MlxHeadTrainer(HeadGuesser):
             return self._descent.step(loss, done)
 
     def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
-        """Return a step's candidate tokens, and the target's probabilities for them."""
+        """Return the candidate tokens of a training step, and the target's probabilities for them."""
         source = np.flatnonzero(batch.replied_after(1))
         probs = mx.softmax(logits.reshape(-1, logits.shape[-1])[mx.array(source)], axis=-1)
         mass = probs.sum(axis=0)[self._draft_tokens]

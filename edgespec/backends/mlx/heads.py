@@ -128,7 +128,7 @@ def head_facts(
     kv_bytes_per_token: int,
     context_tokens: int,
 ) -> ModelFacts:
-    """Return a head's facts, with its target's capabilities.
+    """Return a head's `ModelFacts`, with its target's capabilities.
 
     Args:
         target: The target.
@@ -162,11 +162,11 @@ class MlxHeadCells(HeadCells):
     """The KV caches of an MLX head's networks.
 
     Args:
-        counts: Number of caches per network.
+        counts: Number of caches for each network.
 
     Attributes:
         layout: Layout of the next pass.
-        caches: The caches per network.
+        caches: The caches of each network.
     """
 
     length = start = 0

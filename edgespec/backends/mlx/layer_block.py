@@ -35,7 +35,7 @@ class LayerBlock:
         memory_bytes: Maximum size of the weights in bytes.
 
     Raises:
-        CapabilityError: The layers cannot be spread across several machines.
+        CapabilityError: The layers cannot be split across machines.
         ValueError: An argument is invalid.
     """
 
@@ -49,7 +49,7 @@ class LayerBlock:
         if not 0 <= first < end <= len(layers.layers):
             raise ValueError(f"the model has no layers {first} to {end}")
         self._layers = {str(index): layers.layers[index] for index in range(first, end)}
-        # Weights that have not been loaded yet.
+        # Weights that have not been loaded yet, keyed by name.
         self._waiting = dict(named_arrays({name: layer.parameters() for name, layer in self._layers.items()}))
         self._left_bytes = memory_bytes
         own = [*layers.layers[first:end]]
@@ -97,15 +97,15 @@ class LayerBlock:
         evaluate(*(array for _, array in named_arrays(self._layers)))
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
-        """Return the block's evaluated output for the next tokens.
+        """Run the block on the next tokens, and return its evaluated output.
 
         Args:
             states: The hidden states [1, tokens, ...].
-            offset: Number of cached tokens before `states`. Later tokens are dropped from the caches.
+            offset: Number of cached tokens before `states`. Any further cached tokens are dropped.
             round_start: Number of cached tokens before the draft. See `PassLayout`.
 
         Raises:
-            ValueError: The caches hold too few tokens, or cannot drop the later ones.
+            ValueError: The caches hold too few tokens, or cannot drop the further ones.
             BackendError: MLX failed. The caches stay valid.
         """
         caches = self._caches
@@ -149,7 +149,8 @@ def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes,
             for index, (header, size) in enumerate(headers):
                 with (folder / f"model{index}.safetensors").open("wb") as stream:
                     stream.write(header)
-                    # Extend the file to its full size. The resulting hole takes up no disk space.
+                    # Extend the file to its full size. The file is sparse, so the hole takes up no disk
+                    # space.
                     stream.truncate(size)
         except OSError as error:
             raise WorkerError(

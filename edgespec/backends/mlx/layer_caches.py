@@ -1,6 +1,6 @@
-"""Manage the KV caches and recurrent states of all of a model's layers as one unit.
+"""Manage the KV caches and recurrent states of all layers of a model as one unit.
 
-For snapshots, the caches of models and heads can be serialised as a line of JSON and the array data.
+For snapshots, the caches of models and heads are serialised as a line of JSON followed by the array data.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CacheCheckpoint(NamedTuple):
 
 
 class LayerCaches:
-    """The caches of all of a model's layers.
+    """The caches of all layers of a model.
 
     Attributes:
         layers: One cache per layer, passed to the model as its `cache` argument.

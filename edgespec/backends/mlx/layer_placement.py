@@ -46,7 +46,7 @@ class LayerPlacement:
 
     Attributes:
         widened: Whether 16-bit weights are widened to float32.
-        local: Number of layers on this machine. These are the first layers of the model.
+        local: Number of layers on this machine, which holds the model's first layers.
         local_weight_bytes, local_cache_bytes: Size in bytes of these layers' weights and KV caches.
         layer_weight_bytes: Size in bytes of the weights of all layers.
         workers: The layers and memory of each worker, in the order of the layers.
@@ -79,7 +79,7 @@ def read_layer_sizes(
         parts: Number of workers that each layer is sharded across. The sizes are those of one shard.
 
     Raises:
-        CapabilityError: The layers cannot be spread over several machines.
+        CapabilityError: The layers cannot be split across machines.
         ModelFileError: The model is damaged or not supported.
     """
     from edgespec.backends.mlx.layers import LayerList, check_separable
@@ -169,7 +169,7 @@ def place_parts(
     *,
     widened: bool,
 ) -> LayerPlacement:
-    """Give each worker a shard of every layer.
+    """Assign a shard of every layer to each worker.
 
     Args:
         name: The model's name, for messages.

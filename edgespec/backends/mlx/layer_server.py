@@ -92,8 +92,8 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Import mlx-lm only now. The import takes seconds, during which `beat` sends keepalives to the
-        # target.
+        # Import mlx-lm here rather than at startup. The import takes seconds, during which `beat` sends
+        # keepalives to the target.
         from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
 
         skeleton = build_skeleton(header["json_files"], headers)

@@ -1,8 +1,8 @@
 """Replace parts of mlx-lm models to record hidden states, skip layers, or resume after a layer.
 
-A model's layers can also be spread across several machines. Every machine builds the whole model and
-replaces the layers that it does not hold with stand-ins, so that mlx-lm's own code computes the masks and
-positions on every machine.
+A model's layers can also be split across machines. Every machine builds the whole model and replaces the
+layers that it does not hold with stand-ins, so that mlx-lm's own code computes the masks and positions on
+every machine.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LayerList:
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the layers, with the first `layer` of them replaced by `states`, their known output."""
+        """Return the layers, with the first `layer` layers replaced by their known output `states`."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
@@ -249,7 +249,7 @@ class LastAbsentLayer(_LayerProxy):
 
 
 class FirstLayer(_LayerProxy):
-    """The first layer of a block. Reads the hidden states sent by another machine.
+    """The first layer of a block. Its input is replaced by hidden states from another machine.
 
     Attributes:
         states: The hidden states [1, tokens, ...].
@@ -291,7 +291,7 @@ class _TracedLayer(_LayerProxy):
 
 
 def check_separable(model: Any, name: str) -> None:
-    """Check that a model's layers can be spread over several machines.
+    """Check that a model's layers can be split across machines.
 
     Each layer may read only the previous layer's output, its own KV cache and the attention mask. The check
     builds the graph of a pass without evaluating it.

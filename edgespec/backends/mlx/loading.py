@@ -129,10 +129,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the size in bytes of the KV cache with a full context.
-
-    Raise MemoryBudgetError if it does not fit.
-    """
+    """Return the KV cache size in bytes for a full context. Raises MemoryBudgetError if it does not fit."""
     limit = options.memory_bytes
     free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     needed_bytes = kv_bytes_for(context_tokens)

@@ -20,7 +20,7 @@ from edgespec.engine.quick_choice import Filters, split_filters
 
 __all__ = ["DeviceLogits"]
 
-# Number of top tokens to fetch beyond those requested, to detect further tokens with the same logit.
+# Number of top tokens to fetch beyond those requested, to detect ties with the last requested token.
 _SPARE_CANDIDATES = 16
 # Number of top tokens to fetch from the device first. If they are not enough, all logits are fetched.
 _ABOVE_CANDIDATES = 64

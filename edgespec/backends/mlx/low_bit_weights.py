@@ -210,7 +210,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
-    """Return a replacement for `module` that supports low precision, or None if that is impossible."""
+    """Return a replacement for `module` that supports reduced precision, or None if there is none."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits

@@ -33,7 +33,8 @@ __all__ = ["MlxMemoryEstimator"]
 
 # Measured size of a tokenizer, in bytes per vocabulary token.
 _TOKEN_BYTES = 500
-# Measured on a GPU: MLX allocates about this many times the memory that a recurrent layer needs.
+# Ratio of the memory that MLX allocates for a recurrent layer to the memory that the layer needs, measured on
+# a GPU.
 _ALLOCATED_AHEAD = 2
 # Measured number of copies of a recurrent layer's state that mlx-lm holds while it computes the layer token
 # by token.
@@ -58,7 +59,8 @@ class _ModelShape(NamedTuple):
         sizes: Sizes of the weights and the KV cache, used to decide whether to widen the weights to float32.
         weight_bytes: Size of the weights in bytes, as stored and after widening to float32.
         intermediate_size: Inner size of the feed-forward network.
-        scans: A function per recurrent layer that maps a number of tokens to the layer's memory use.
+        scans: A function per recurrent layer that maps a token count to the layer's memory use in array
+            elements.
         caches: Functions that return cache sizes for a context length, keyed by bits per element and whether
             the weights are widened.
     """
@@ -157,7 +159,7 @@ class MlxMemoryEstimator:
 
         Raises:
             MemoryBudgetError: The layers do not fit.
-            CapabilityError: The layers cannot be spread over several machines.
+            CapabilityError: The layers cannot be split across machines.
         """
         assert options.workers is not None
         tokens, bits = requested_context(options, self.trained_context_tokens), KV_BITS[options.kv_type]
@@ -252,7 +254,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield a function per recurrent layer that maps a number of tokens to memory use in array elements."""
+    """Yield a function per recurrent layer that maps a token count to memory use in array elements."""
     for states in trace_one_token(model)[1].states:
         # Convolution states have shape [1, tokens, channels], with fewer tokens than channels.
         convolved = [array.shape for array in states if array.ndim == 3 and array.shape[1] < array.shape[2]]

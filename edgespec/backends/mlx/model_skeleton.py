@@ -86,7 +86,7 @@ class ModelSkeleton:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
         parameters: Number of parameters.
-        quantisation: Quantisation of most weights, or their data type if they are not quantised.
+        quantisation: Most common quantisation of the weights, or their data type if they are not quantised.
         vocab_size: Number of logits per token, which can exceed the tokenizer's vocabulary.
         low_bits: Weights that can be read at reduced precision, or None if they were not requested.
     """

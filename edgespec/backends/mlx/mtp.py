@@ -40,7 +40,7 @@ from edgespec.model.memory_estimate import MemoryEstimate
 __all__ = ["estimate_head", "load_head"]
 
 _Weights: TypeAlias = dict[str, mx.array]
-# Quantisation formats without biases, by bits per weight and group size.
+# Quantisation formats without biases, keyed by bits per weight and group size.
 _MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
 
@@ -142,7 +142,7 @@ def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
 
 
 def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
-    """Return the bytes of one token's keys and values in float32, computed from the weights' shapes.
+    """Return the size in bytes of one token's float32 keys and values, based on the weights' shapes.
 
     Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for keys and
     values.
@@ -202,7 +202,7 @@ def _layer_count(weights: Iterable[str]) -> int:
 
 
 def _one_layer_each(weights: _Weights) -> list[_Weights]:
-    """Split a module with several layers into modules with one layer each. They share all other weights."""
+    """Split a module with several layers into one module per layer, sharing all other weights."""
     shared = {name: one for name, one in weights.items() if not name.startswith("layers.")}
     return [
         shared

@@ -329,7 +329,7 @@ class PassRunner:
         return exit_states
 
     def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
-        """Verify a tree by running only the layers above the exit layer, whose output `states` is known."""
+        """Verify a tree by running the layers above the exit layer, given that layer's output `states`."""
         known = states.shape[1]
         if known < tree.width:
             self.caches.set_offset(self.length + known)

@@ -27,7 +27,8 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Number of tokens that the capability tests run through the model.
 PROBE_TOKENS = 8
-# Maximum relative rounding error of logits: the larger of this many machine epsilons and this fraction.
+# Maximum relative error of logits that counts as rounding: the larger of this many machine epsilons and this
+# fraction.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 _PARTIAL_METHODS = (EarlyExit.method, LowBit.method)
@@ -122,7 +123,7 @@ def _step(model: MlxModel, token: int) -> NDArray[np.float64]:
 
 
 class _Checks:
-    """Capability checks. Each returns a description of the problem, or an empty string.
+    """Capability checks. Each returns a description of the problem, or an empty string if it passes.
 
     Attributes:
         supports_trees: Whether the model supports token trees. If so, self-drafting is also tested with

@@ -50,7 +50,7 @@ __all__ = ["RemoteBlock", "RemoteShards", "send_blocks", "send_shards"]
 
 _Result = TypeVar("_Result")
 _HALF_TYPES = (mx.float16, mx.bfloat16)
-# Minimum size in bytes of a weight for the worker to cache it. llama.cpp uses the same limit.
+# Minimum size in bytes of a weight that workers cache. llama.cpp uses the same limit.
 _CACHED_BYTES = 10 * 2**20
 _Message = tuple[dict[str, Any], Buffer]
 # After a worker reports an error, wait this many seconds for another worker to fail, because that failure may
@@ -334,7 +334,7 @@ class _Exchange:
     Args:
         workers: The workers.
         blocks: The connection to each worker.
-        timeout_seconds: Maximum time until all workers have answered.
+        timeout_seconds: Time limit for all workers to answer.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class _Exchange:
         self._silence = dict.fromkeys(blocks, 0.0)
 
     def send(self, messages: Sequence[_Message]) -> None:
-        """Send the messages. Raises WorkerLostError."""
+        """Send the messages. Raises WorkerLostError if a connection fails."""
         for block, message in zip(self._blocks, messages, strict=True):
             block.guarded(partial(block.messages.send, *message))
 
@@ -385,7 +385,7 @@ class _Exchange:
         limit = self._blocks[0].connection.gettimeout() or 0.0
         if max(self._silence.values(), default=0.0) <= limit:
             return
-        # While a worker's process joins the ring, MLX blocks all of its threads, so a hanging worker can
+        # While a worker's process joins the ring, MLX blocks all of its threads, so one hanging worker can
         # silence others too.
         silent = [block.address for block, seconds in self._silence.items() if seconds > limit / 2]
         names = " and ".join(map(str, silent))

@@ -80,7 +80,7 @@ class StateRecorder:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Store the hidden states of the pass inside the block in `last`."""
+        """Record the hidden states of the pass inside the block, and store them in `last`."""
         hooks, body = self._hooks, self._body
         with ExitStack() as stack:
             # Index `hooks.count` is the last layer's output, which is recorded along with its input.

@@ -49,7 +49,7 @@ class TargetEmbedding:
     """The token embedding of a target.
 
     Raises:
-        CapabilityError: The target has no embedding with this many tokens and elements per token.
+        CapabilityError: The target has no embedding of the expected vocabulary and hidden size.
     """
 
     def __init__(self, net: Any, vocab_size: int, size: int) -> None:
@@ -71,7 +71,7 @@ class TargetEmbedding:
 
 
 def _embedding_shape(module: Any) -> tuple[int, ...] | None:
-    """Return the number of tokens and elements per token of an embedding, or None for other modules."""
+    """Return an embedding's vocabulary size and hidden size, or None for other modules."""
     if isinstance(module, QuantizedEmbedding):
         return module.num_embeddings, module.dims
     return module.weight.shape if isinstance(module, Embedding) else None

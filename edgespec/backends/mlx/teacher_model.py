@@ -171,11 +171,11 @@ def write_texts(
         temperatures: The temperature for each prompt.
         max_tokens: Maximum number of new tokens for each prompt, at least 1.
         seed: Random seed.
-        progress: Called with the completed fraction. Returning False cancels the call.
+        progress: Called with a description and the completed fraction. Returning False cancels the call.
         failure: Start of the message of any BackendError.
     """
     mx.random.seed(seed)
-    # mlx-lm samples all prompts that share a sampler in one batch.
+    # Use one sampler per temperature, because mlx-lm samples all prompts with the same sampler in one batch.
     samplers = {each: _sampler(each) for each in set(temperatures)}
     ends = [[token] for token in range(vocabulary.size) if vocabulary.is_end(token)]
     texts: dict[int, list[int]] = {}

@@ -41,7 +41,7 @@ __all__ = [
     "watch_neighbour",
 ]
 
-# Maximum time in seconds to join a ring. MLX itself tries to connect for 31 seconds.
+# Time limit in seconds for joining a ring. MLX itself tries to connect for 31 seconds.
 JOIN_SECONDS = 45
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -55,7 +55,7 @@ _ADVICE = (
 class ShardIndex:
     """Selects one shard of a model.
 
-    mlx-lm accepts it in place of a process group, as long as no pass runs.
+    Stands in for a process group while mlx-lm shards a model, but does not support passes.
 
     Attributes:
         index: The index of the shard.
@@ -103,8 +103,8 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     except Exception as error:
         # For example, there may be more workers than KV heads.
         raise _error(name, shard, error) from error
-    # Collect the replaced modules and the traced graph, which contain reference cycles. Through their
-    # references, whole weights would stay in memory once a shard of them has been evaluated.
+    # Collect the replaced modules and the traced graph, which contain reference cycles. They would otherwise
+    # keep whole weights in memory after a shard has been evaluated.
     gc.collect()
 
 
@@ -123,7 +123,7 @@ def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) ->
     divide = getattr(model, "shard", None)
     if divide is None:
         raise _error(name, group, "mlx-lm cannot divide models of its architecture")
-    # Check the numbers of heads, because mlx-lm would silently round them down and compute wrong results.
+    # Check the head counts, because mlx-lm would silently round them down and compute wrong results.
     settings = language_config(dict(config))
     heads = settings.get("num_attention_heads")
     for number, kind in ((heads, "attention"), (settings.get("num_key_value_heads", heads), "key-value")):
@@ -205,7 +205,7 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
     Args:
         addresses: The addresses at which the workers listen for each other.
         index: The index of this worker.
-        token: A number that the target sent to all workers, which proves that they belong to the same ring.
+        token: A number that the target sent to all workers, to check that they belong to the same ring.
 
     Raises:
         WorkerError: The workers cannot form a ring.

@@ -107,7 +107,7 @@ def load_model(
     progress: Progress | None,
     placement: LayerPlacement | None = None,
 ) -> LoadedMlxModel:
-    """Load a model's weights and tokenizer from a folder, on workers if `placement` is set. See `load`."""
+    """Load a model's weights and tokenizer, onto workers if `placement` is set. See `load`."""
 
     def report(fraction: float) -> None:
         if progress is not None and not progress(f"loading {name}", fraction):

@@ -12,8 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["ToolCall", "ToolCallDelta", "as_tool_calls", "collect_calls", "parse_object", "read_arguments"]
 
 _NO_ARGUMENTS = "{}"
-# Maximum number of times to decode arguments, because some programs wrap their JSON text in another JSON
-# string.
+# Maximum number of times to decode arguments. Some programs wrap their JSON text in another JSON string.
 _MAX_ARGUMENT_LEVELS = 3
 
 

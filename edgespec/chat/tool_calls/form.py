@@ -90,7 +90,7 @@ class CallForm(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers in calls that may be control tokens. Other control tokens add no text to a reply."""
+        """Tool-call markers that may be control tokens. Other control tokens are omitted from the reply."""
 
     @property
     def starts_bare(self) -> bool:
@@ -139,7 +139,7 @@ class CallWriter:
         self._reported = False
 
     def parameter(self, name: str) -> Mapping[str, Any]:
-        """Return the schema of a parameter of the called tool, or an empty one if it is unknown."""
+        """The number of calls before the current one, which the next three attributes describe."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(name) if isinstance(properties, dict) else None
         return schema if isinstance(schema, dict) else {}
@@ -205,7 +205,7 @@ class TextReader:
         self.ended = False
 
     def drop_read_text(self) -> None:
-        """Discard the text before the position, which becomes 0."""
+        """Discard the text before the position, and set the position to 0."""
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Wait[str]:

@@ -48,7 +48,7 @@ class AnswerRule(NamedTuple):
 
     Attributes:
         expression: The constraint in llguidance's Lark format.
-        is_json: Whether answers are JSON. Text within JSON that looks like a call is part of the answer.
+        is_json: Whether answers are JSON, in which text that looks like a call is part of the answer.
     """
 
     expression: str
@@ -82,7 +82,7 @@ def tool_grammar(
 
 
 def arguments_grammar(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    """Return a grammar for a tool's arguments alone, which is invalid if the tool's full grammar would be."""
+    """Return a grammar for a tool's arguments alone, for checking whether its schema can be enforced."""
     grammar = _Grammar(HERMES, lambda _: None, lenient=lenient)
     return grammar.text(grammar.rule([JsonPart(_closed(schema))]))
 
@@ -129,7 +129,8 @@ def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) ->
 def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: ControlToken) -> str:
     """Return a grammar that makes the reply either valid calls to the tools or an answer.
 
-    No text is allowed around the calls, because a model that may start with any text need not make a call.
+    No text is allowed around the calls, because a model could then write free text without ever making a
+    call.
 
     Args:
         form: The model's tool-call format.
@@ -161,8 +162,8 @@ class _Grammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
-        # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Other grammars reject
-        # them.
+        # Whether to ignore the parts of a schema that llguidance cannot enforce, rather than reject the
+        # schema.
         self._lenient = lenient
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}

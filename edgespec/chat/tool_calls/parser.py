@@ -83,7 +83,7 @@ class ToolCallParser:
     ) -> None:
         self._form = form
         self.after_call: int | None = None
-        # Whether an answer without calls is possible, and whether it has begun.
+        # Whether the reply is either calls or an answer, and whether an answer has begun.
         self._calls_or_answer, self._is_answer = calls_or_answer, False
         self._reader = TextReader()
         self._text: list[str] = []
@@ -170,8 +170,8 @@ class ToolCallParser:
         """Read up to and including the next opening marker, and output the text before it.
 
         Returns:
-            The end of the marker, or None if there is no further marker. Only whitespace is left before the
-            marker.
+            The position after the marker, or None if there is no further marker. The text that remains
+            before the marker is only whitespace.
         """
         reader = self._reader
         reader.drop_read_text()

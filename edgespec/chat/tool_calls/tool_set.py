@@ -1,7 +1,7 @@
-"""The tools that a model may call in a reply, read from the formats of all APIs.
+"""The tools that a model may call in a reply, parsed from the format of any supported API.
 
 Some programs, such as Cursor, send tools in the format of an API other than the one they call. Each format
-is one entry in a table of this module.
+has an entry in a table in this module.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _TOOL_HINT = (
     'pass dictionaries such as {"type": "function", "function": {"name": "add", "description": "Add numbers",'
     ' "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}'
 )
-# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name it. The
-# limit was chosen, not measured.
+# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name the
+# tool. The limit was chosen, not measured.
 _BLAME_SECONDS = 2.0
 _DEEPEST_PARAMETER = 16
 
 Definitions: TypeAlias = tuple[Mapping[str, Any], ...]
 ToolChoice: TypeAlias = "str | Mapping[str, Any] | None"
-"""Whether the model must call a tool: `auto` lets it decide, `none` offers no tools, `required` makes it call
-one.
+"""Whether the model must call a tool.
 
+`auto` lets it decide, `none` offers no tools, and `required` makes it call one.
 `{"type": "function", "function": {"name": ...}}` makes it call that tool. Choices in the formats of other
 APIs, such as `any`, mean the same as in those APIs.
 """
 
 _CHOICE_HINT = 'use "auto", "none", "required" or {"type": "function", "function": {"name": NAME}}'
 
-# The keys under which APIs put the schema of a function's arguments: OpenAI's key, Anthropic's, the Model
-# Context Protocol's, and Google's two.
+# Keys that hold the schema of a function's arguments in the APIs of OpenAI, Anthropic, the Model Context
+# Protocol and, for the last two, Google.
 _PARAMETERS = ("parameters", "input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema")
 
 
@@ -58,7 +58,7 @@ class ToolSet:
     Attributes:
         definitions: The tools in the format of OpenAI's API, which chat templates expect.
         schemas: The JSON schema of each tool's parameters, keyed by tool name.
-        required: Names of tools. The reply must call one of them. Empty if the model decides.
+        required: Names of the tools of which the reply must call one. Empty if the model decides.
         strict: Whether any tool requires that all arguments match its schema.
         single: Whether the reply ends after its first call.
     """
@@ -244,24 +244,24 @@ def functions_in(tool: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _openai(tool: Mapping[str, Any]) -> list[Any] | None:
-    """Read a tool of the form `{"type": "function", "function": {"name": ...}}`."""
+    """Parse a tool of the form `{"type": "function", "function": {"name": ...}}`."""
     is_function = tool.get("type") in (None, "function") and isinstance(tool.get("function"), Mapping)
     return [tool["function"]] if is_function else None
 
 
 def _flat(tool: Mapping[str, Any]) -> list[Any] | None:
-    """Read a tool of the form `{"type": "function", "name": ...}` (Responses API). MCP tools have no type."""
+    """Parse a tool with `"type": "function"` and a top-level name (Responses API), or an untyped MCP tool."""
     is_untyped = tool.get("type") is None and not tool.keys().isdisjoint(("name", *_PARAMETERS))
     return [tool] if is_untyped or tool.get("type") == "function" else None
 
 
 def _anthropic(tool: Mapping[str, Any]) -> list[Any] | None:
-    """Read an Anthropic tool with `"type": "custom"`. OpenAI's custom tools have no schema."""
+    """Parse an Anthropic tool with `"type": "custom"`. OpenAI's custom tools have no schema."""
     return [tool] if tool.get("type") == "custom" and "input_schema" in tool else None
 
 
 def _bedrock(tool: Mapping[str, Any]) -> list[Any] | None:
-    """Read a tool of the form `{"toolSpec": {"name": ..., "inputSchema": {"json": ...}}}`."""
+    """Parse a tool of the form `{"toolSpec": {"name": ..., "inputSchema": {"json": ...}}}`."""
     specification = tool.get("toolSpec")
     if not isinstance(specification, Mapping):
         return None
@@ -271,7 +271,7 @@ def _bedrock(tool: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _google(tool: Mapping[str, Any]) -> list[Any] | None:
-    """Read a tool of the form `{"functionDeclarations": [{"name": ...}]}`."""
+    """Parse a tool of the form `{"functionDeclarations": [{"name": ...}]}`."""
     listed = tool.get("functionDeclarations", tool.get("function_declarations"))
     return [each for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else None
 
@@ -363,7 +363,7 @@ def _read_choice(choice: ToolChoice, known: Sequence[str]) -> ReadChoice:
 
 
 def _allowed(choice: Mapping[str, Any]) -> ReadChoice:
-    """Read OpenAI's `allowed_tools`. In chat completions, its fields are nested in an object of that name."""
+    """Parse OpenAI's `allowed_tools`. Chat completions nest its fields in an object of that name."""
     nested = choice.get("allowed_tools")
     fields = nested if isinstance(nested, Mapping) else choice
     mode, listed = fields.get("mode", "auto"), fields.get("tools")

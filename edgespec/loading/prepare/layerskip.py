@@ -36,8 +36,8 @@ __all__ = ["measure_exits", "measured_exit", "prepare_layerskip"]
 
 _TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
-# Maximum difference between the logits of the split and the original model, in standard deviations of the
-# logits. Rounding errors are smaller.
+# Maximum difference in logits between the split and original models, in standard deviations of the logits.
+# Rounding errors are smaller.
 _MAX_DIFFERENCE = 1e-3
 _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
@@ -63,7 +63,7 @@ def prepare_layerskip(
 
     Args:
         path: Path of a GGUF file.
-        exit_layer: Number of layers in the lower part. If None, the fastest one is found by measurement.
+        exit_layer: Number of layers in the lower part. If None, the fastest exit is found by measurement.
         to: Folder to create. Defaults to a folder in the store.
         progress: Reports progress while reading and writing.
 
@@ -298,7 +298,7 @@ def _layer_bytes(source: GgufParts) -> tuple[list[int], int]:
 def _agreement(source: GgufParts, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
     """Return the fraction of positions at which each layer's top token is the expected one.
 
-    The shape of `hidden` is (layers, tokens, embedding).
+    `hidden` has the shape [layers, tokens, hidden size].
     """
     head, norm = source.output_head(), source.tensors.get("output_norm.weight")
     if head is None or norm is None:

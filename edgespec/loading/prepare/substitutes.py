@@ -37,7 +37,7 @@ def write_substitutes(
 
     Args:
         path: A GGUF file.
-        layers: Numbers of the layers.
+        layers: Indices of the layers.
         facts: Additional facts about the copies.
         type_name: Quantisation type for the copies, such as Q4_0.
         to: Folder to create. Defaults to a folder in the store.

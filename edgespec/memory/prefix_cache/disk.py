@@ -84,7 +84,7 @@ def kept_folder() -> Path:
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
-    """Return the default size limit for cached prefixes on disk in bytes. 0 if the free space is unknown."""
+    """Return the default disk quota for cached prefixes in bytes, or 0 if the free space is unknown."""
     folder = folder or kept_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())

@@ -52,7 +52,7 @@ class Backoff:
         return self._gain.value < MIN_GAIN and self._empty_cost.value > NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether to draft now. While paused, drafting is retried only occasionally."""
+        """Return whether to draft now. During a pause, this is True only for occasional retries."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(RETRY_COST_FACTOR * RETRY_ROUNDS * self._empty_cost.value):
@@ -93,11 +93,11 @@ class Backoff:
             self._retries.shorten()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the backoff state as named arrays, to save for a later run."""
+        """Return the backoff state as named arrays, to be saved for later runs."""
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`."""
+        """Restore the state returned by `saved_statistics`."""
         for name, part in self._parts.items():
             part.restore(saved[f"patience.{name}"])
         self._trial_rounds = 0
@@ -130,7 +130,7 @@ class RetrySchedule:
         return self._interval >= RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:
-        """Count a round, and return whether to retry the drafter in it.
+        """Count a round, and return whether to retry the drafter in that round.
 
         Args:
             cost: Expected duration of a retry, relative to a single-token target pass.
@@ -142,10 +142,10 @@ class RetrySchedule:
         return True
 
     def is_affordable(self, cost: float) -> bool:
-        """Count a round, and return whether to try the drafter in it instead of a better one.
+        """Count a round, and return whether to try the drafter in that round instead of a better one.
 
         Unlike `is_due`, this returns False until `cost` is at most 0.75 % of the decoding time, however long
-        that takes. A draft model that must first process a long prompt may therefore never be tried in that
+        that takes. A draft model that must first prefill a long prompt may therefore never be tried during a
         reply.
         """
         self._waited += 1
@@ -169,7 +169,7 @@ class RetrySchedule:
         return np.array([self._interval])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the retry interval from the result of `saved`. Raises ValueError if it is invalid."""
+        """Restore the retry interval returned by `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
             limits = f"{self._min_interval} to {self._max_interval}"
             raise ValueError(

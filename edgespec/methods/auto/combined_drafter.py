@@ -170,14 +170,14 @@ class CombinedDrafter(Drafter):
 
     @property
     def planned_prefill_seconds(self) -> dict[str, float]:
-        """Maximum prefill time of each model in the next `propose`, in seconds, by model name."""
+        """Maximum prefill time of each model in the next call to `propose`, in seconds, keyed by name."""
         return self._selector.planned_prefill_seconds
 
     @property
     def model_pass_seconds(self) -> dict[str, float]:
-        """Duration of a single-token pass of each drafter that runs a model, by name.
+        """Single-token pass duration of each drafter that runs a model, in seconds, keyed by name.
 
-        The durations are measured before the first draft. They are 0 if they were not measured.
+        Durations are measured before the first draft. A duration that was not measured is 0.
         """
         return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
 
@@ -186,14 +186,14 @@ class CombinedDrafter(Drafter):
             stats.select_text_kind(kind)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the statistics of all drafters as named arrays, to save for a later run."""
+        """Return the statistics of all drafters as named arrays, to be saved for later runs."""
         saved: dict[str, NDArray[Any]] = {"plain": self._target_step_seconds.saved()}
         for stats in self._stats:
             saved |= stats.saved_statistics()
         return saved
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        """Restore statistics from `saved_statistics`. Raises KeyError or ValueError if they are damaged."""
         for stats in self._stats:
             stats.restore_statistics(saved)
         self._target_step_seconds.restore(saved["plain"])

@@ -1,8 +1,8 @@
 """Constants for `--method auto`: when to draft, with which drafter, and how much time a reply can lose.
 
-All of them were chosen rather than measured one by one. `scripts/simulate_policy.py` shows their combined
-effect for several machines and acceptance rates (docs/policy.md). Costs are in *target
-steps*, the duration of a single-token target pass, so that they do not depend on the speed of a machine.
+The values were chosen rather than measured individually. `scripts/simulate_policy.py` shows their combined
+effect for several machines and acceptance rates (docs/policy.md). Costs are in *target steps*, the duration
+of a single-token target pass, so that they do not depend on the speed of a machine.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = [
 # --- Loss limit (`loss_limit.py`) ---
 
 # Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, plus a
-# number of target steps, which lets short replies try a draft. Both were chosen to be hard to notice.
+# number of target steps that lets even short replies try a draft. Both were chosen to be hard to notice.
 MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
 # Maximum time to spend trying drafters that do not seem to help, as a share of a reply's plain decoding time.
 # The value was chosen as half of `MAX_LOSS_RATE`.
@@ -87,35 +87,35 @@ EXPLORATION_RATE = 0.01
 # Maximum number of tokens between two measurements of the target step, chosen so that only about 1 % of all
 # tokens are spent on measuring.
 REMEASURE_TOKENS = 96
-# While drafting is paused, check whether to resume it only once per this many tokens. The interval was chosen
-# because the check takes noticeable time on small models.
+# While drafting is paused, consider resuming it only once per this many tokens. The interval was chosen
+# because the check is noticeably slow on small models.
 PAUSED_ROUNDS = 15
 # Minimum seconds between saves of the statistics, chosen to avoid frequent writes.
 SAVE_INTERVAL_SECONDS = 60.0
-# Report a reply's drafters only if they saved time or drafted at least once per this many tokens. The number
-# was chosen because less frequent drafts are merely retries.
+# Omit drafters from the report if they saved no time and drafted less than once per this many tokens. The
+# threshold was chosen because drafts that are even rarer are merely retries.
 TOKENS_PER_RETRY = 16
-# Report no speed-up for replies with fewer tokens than this. The minimum was chosen because the speed-up of
-# short replies varies too much.
+# Minimum length, in tokens, of a reply whose speed-up is reported. The minimum was chosen because the
+# speed-up of shorter replies varies too much.
 MIN_COMPARED_TOKENS = 16
-# If a target step takes fewer seconds than this and drafting has saved no time, the user is told that the
-# model is too fast to benefit from drafting. The threshold was chosen because the fixed costs of a draft
-# matter more when a target step is short. It does not affect the decision to draft.
+# If a target step takes fewer seconds than this and drafting has saved no time, tell the user that the model
+# is too fast to benefit from drafting. The threshold was chosen because the fixed costs of a draft matter
+# more when a target step is short. It affects only this message, not the decision to draft.
 FAST_TARGET_SECONDS = 0.003
 
 # --- Pauses (`backoff.py`) ---
 
-# Drafting pauses if its mean gain falls below this share of a target step. The threshold was chosen so that
-# drafting continues if it neither saves nor costs time.
+# Pause drafting if its mean gain falls below this share of a target step. The threshold was chosen to be
+# slightly negative, so that drafting continues if it breaks even.
 MIN_GAIN = -0.01
-# Drafting never pauses if an unsuccessful search for a draft takes less than this share of a target step. The
-# value was chosen because such a search loses less time than `MIN_GAIN` allows.
+# Never pause drafting if an unsuccessful search for a draft takes less than this share of a target step. The
+# value was chosen to be smaller than the loss that `MIN_GAIN` tolerates.
 NEGLIGIBLE_COST = 0.005
-# Number of drafts before drafting can be paused for the first time, chosen so that a few rejected drafts do
-# not pause drafting.
+# Minimum number of drafts before the first pause, chosen so that a few rejected drafts are not enough to
+# pause drafting.
 TRIAL_ROUNDS = 8
-# Number of drafts in each attempt to resume drafting after a pause. A smaller number than `TRIAL_ROUNDS` was
-# chosen, to lose less time.
+# Number of drafts in each attempt to resume drafting after a pause. It was chosen to be smaller than
+# `TRIAL_ROUNDS`, to lose less time.
 RETRY_ROUNDS = 4
 # Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
 # unsuccessful attempt to resume drafting. The initial pause was chosen so that the first retry comes after a
@@ -127,26 +127,26 @@ RETRY_COST_FACTOR = 3
 # --- Retries of individual drafters (`backoff.py`, `model_selection.py`) ---
 
 # Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful
-# retries. Shorter intervals than for pauses of all drafting were chosen, because only one drafter is
+# retries. They were chosen to be shorter than the pauses of all drafting, because only one drafter is
 # affected.
 MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = 4, 128
 # Maximum share of the decoding time to spend on retrying drafters that save no time. The value was chosen to
-# be below `EXPLORATION_RATE`.
+# stay below `EXPLORATION_RATE`.
 RETRY_SHARE = 0.0075
-# Retries count as rare if the interval is at least this many times the shortest one. The factor was chosen
-# because an interval reaches it after three unsuccessful retries.
+# Retries count as rare if the interval is at least this many times the shortest one. The factor was chosen so
+# that three unsuccessful retries, each of which doubles the interval, reach it.
 RARE_FACTOR = 8
-# Retry unsuccessful drafters only while the other drafters are expected to get at most this many tokens
-# accepted per pass. The limit was chosen because a retry sacrifices those tokens.
+# Retry unsuccessful drafters only while the other drafters are expected to contribute at most this many
+# accepted tokens per pass. The limit was chosen because a retry sacrifices those tokens.
 MAX_TOKENS_AT_RISK = 0.5
-# Number of rounds for which a draft model runs instead of a better one, so that it can be measured. The
-# number was chosen to limit the time lost.
+# Number of rounds for which to run a draft model other than the best one, to measure it. The number was
+# chosen to limit the time lost.
 CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
 # this. The minimum was chosen because smaller measured gains are often noise.
 MIN_INTERIM_GAIN = 1.15
-# Draft lengths to compare for drafters that choose their own length. They were chosen to be denser among
-# short lengths, for which one more token makes a larger difference.
+# Draft lengths to compare for drafters that choose their own length. They were chosen to be denser at the
+# short end, where one more token makes a larger difference.
 COMPARED_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 # --- Draft model prefill (`drafter_stats.py`, `model_selection.py`) ---
@@ -163,11 +163,11 @@ MEASURED_ROUNDS = 2
 # to the costs in `scripts/simulation/machines.py`. The actual time is measured when a draft model is first
 # used.
 ASSUMED_PREFILL_COST = 0.03
-# Number of draft-and-verify rounds over which the cost of a prefill is spread when estimating whether
-# drafting saves time. The number was chosen as the typical number of rounds in a reply of medium length.
+# Number of draft-and-verify rounds over which to amortise the cost of a prefill when estimating whether
+# drafting saves time. The number was chosen as the typical number of rounds in a medium-length reply.
 PREFILL_ROUNDS = 48
 
-# --- Acceptance before it is measured (`drafter_stats.py`) ---
+# --- Assumed acceptance rates (`drafter_stats.py`) ---
 
 # Upper limit on the total acceptance probability of a node's children. A value below 1 was chosen, because
 # acceptance is never certain.
@@ -193,25 +193,25 @@ LONG_TERM_PRIOR_WEIGHT = 12.0
 # because passes take longer as the context grows. The boundaries were chosen so that each is four times the
 # previous one.
 CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Costs are tracked separately for each number of concurrent replies up to this one. Larger numbers share one
-# set of costs. The limit was chosen to keep the number of measurements small.
+# Track costs separately for each number of concurrent replies up to this limit. Larger numbers share one set
+# of costs. The limit was chosen to keep the number of measurements small.
 MAX_REPLIES = 8
-# Number of target steps to measure before trusting the costs for a new number of concurrent replies or CPU
-# threads, chosen to be small so that drafting resumes soon.
+# Number of target steps to measure before trusting the costs after the number of concurrent replies or CPU
+# threads changes, chosen to be small so that drafting resumes soon.
 MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured. The
-# number was chosen because the faster rate has then fallen to `WIDE_PASS_WEIGHT`.
+# number was chosen as the point at which the faster rate has fallen to `WIDE_PASS_WEIGHT`.
 SETTLED_PASSES = 20
 # Assumed ratio of a verify pass's worst-case duration to its expected duration, after a change in the number
 # of concurrent replies and of CPU threads, respectively. The values were chosen to be on the safe side.
 # Measurements replace them within `FIRST_PASSES` passes.
 ASSUMED_PASS_RATIO, ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
-# Factors that lower the worst-case ratio after each target step and after each verify pass, to forget
-# outliers. They were chosen so that a slow pass is remembered for dozens of passes.
+# Decay factors for the worst-case ratio, applied after each target step and each verify pass, respectively,
+# so that outliers are forgotten. They were chosen so that a slow pass is remembered for dozens of passes.
 WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
-# Replaces `WORST_PASS_STEP_DECAY` if layers are on workers, and was chosen to equal `VERIFY_DECAY`. Passes on
-# workers are often delayed for reasons that have nothing to do with drafting, and one such pass must not end
-# drafting for a whole reply.
+# Replaces `WORST_PASS_STEP_DECAY` if layers run on workers. The value was chosen to equal `VERIFY_DECAY`.
+# Passes on workers are often delayed for reasons that have nothing to do with drafting, and a single slow
+# pass must not stop drafting for the rest of the reply.
 LINK_DECAY = 0.97
 # `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. It was chosen so that
 # measurements soon replace the assumed ratio.
@@ -227,7 +227,7 @@ WIDE_PASS_WEIGHT = 0.15
 # Maximum factor by which a single pass can change an estimate, chosen to limit the effect of interruptions.
 MAX_CHANGE = 4.0
 # If multi-token passes deviate from their estimated durations by more than this factor, the machine's speed
-# may have changed. The factor was chosen to exceed the usual noise of passes.
+# may have changed. The factor was chosen to exceed the usual variation between passes.
 MAX_DEVIATION = 1.25
 # Weight of the newest pass in the moving average of the ratio of actual to estimated durations, chosen to
 # average over about three passes.
@@ -241,20 +241,21 @@ ASSUMED_LEVEL_COST = 0.3
 # Worst-case time to draft one token, including sampling, relative to a pass of the draft model. The value was
 # chosen to be on the safe side.
 MAX_LEVEL_PASSES = 1.5
-# Factors that lower the worst-case time to draft a token after each draft and after each target step, to
-# forget outliers. They were chosen to match `VERIFY_DECAY` and `WORST_PASS_STEP_DECAY`.
+# Decay factors for the worst-case time to draft a token, applied after each draft and each target step,
+# respectively, so that outliers are forgotten. They were chosen to match `VERIFY_DECAY` and
+# `WORST_PASS_STEP_DECAY`.
 DRAFT_ROUND_DECAY, WORST_DRAFT_STEP_DECAY = 0.97, 0.995
 # The first `FIRST_ROUNDS` drafts of a reply may each lose only `FIRST_ROUNDS_SHARE` of the time that
 # `--max-loss` allows. The share was chosen so that drafting can continue if one of them is rejected.
 FIRST_ROUNDS, FIRST_ROUNDS_SHARE = 2, 0.5
-# Do not shorten a draft if shortening raises its cost per token by more than this factor. The factor was
+# Do not shorten a draft if that would raise its cost per token by more than this factor. The factor was
 # chosen so that a shorter draft costs only slightly more per token.
 MAX_LEVEL_COST_RATIO = 1.25
 
 # --- Kinds of text (`drafter_stats.py`) ---
 
-# Only this many tokens and characters at the end of a text, respectively, determine its kind. Both limits
-# were chosen to keep classification fast.
+# Maximum number of tokens, and of characters, at the end of a text that determine its kind. Both limits were
+# chosen to keep classification fast.
 TEXT_KIND_TOKENS, INSPECTED_CHARACTERS = 512, 2000
 # Prompts longer than this, in characters, count as documents rather than conversation. The limit was chosen
 # to be about 200 words.

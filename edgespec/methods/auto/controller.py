@@ -64,11 +64,11 @@ ACTIVE_REPLIES = ActiveReplies()
 
 @dataclass(frozen=True, slots=True)
 class AutoConfig:
-    """Settings of `AutoController` for one target.
+    """Settings for a target's `AutoController`.
 
     Attributes:
-        statistics_key: Returns the key under which to save the statistics of the named drafters, such as
-            "model+suffix". If it is empty, they are not saved.
+        statistics_key: Given drafter names such as "model+suffix", returns the key under which to save their
+            statistics, or an empty string to save none.
         controls_named: Whether to use the controller for all methods, not only for `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
@@ -87,7 +87,7 @@ class _Round:
     Attributes:
         started: Start time of the round.
         was_considered: Whether drafting was neither paused nor ruled out by `--max-loss`.
-        was_asked: Whether the drafters were asked for a draft.
+        was_asked: Whether a draft was requested from the drafters.
         draft_done: Time at which the draft was complete.
         pass_seconds: Duration of the target's pass.
         other_tokens: Number of tokens in the target's pass that belong to other replies.

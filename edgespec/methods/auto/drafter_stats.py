@@ -222,11 +222,11 @@ class AcceptanceStats:
             self._streak = 0
 
     def saved_statistics(self) -> dict[str, NDArray[np.float64]]:
-        """Return the acceptance and timing statistics as named arrays, to save for a later run."""
+        """Return the acceptance and timing statistics as named arrays, to be saved for later runs."""
         return {name: part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[np.float64]]) -> None:
-        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        """Restore statistics from `saved_statistics`. Raises KeyError or ValueError if they are damaged."""
         for name, part in self._parts.items():
             part.restore(saved[name])
 

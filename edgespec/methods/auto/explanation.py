@@ -1,4 +1,4 @@
-"""Report a reply's speed-up and time saved, and explain why drafts are or are not used."""
+"""Report a reply's speed-up and time saved, and explain why drafting is or is not in use."""
 
 from __future__ import annotations
 

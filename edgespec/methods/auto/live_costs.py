@@ -55,7 +55,7 @@ class _Bucket:
 
     Attributes:
         log_ratios: Logarithm of the ratio of measured to expected cost, for each pass width.
-        common_log_ratio: The ratio's logarithm for widths that are not in `log_ratios`.
+        common_log_ratio: The logarithm to use for widths that are not in `log_ratios`.
         target_steps: Number of single-token passes measured.
         wide_passes: Number of multi-token passes measured.
         worst_ratio: Highest recent ratio of the measured to the expected duration of a verify pass.
@@ -115,7 +115,7 @@ class LiveCosts:
         self._is_restored = False
 
     def for_another_slot(self) -> LiveCosts:
-        """Return costs for another reply that shares the target's passes, using the same measurements."""
+        """Return costs for another reply that shares the target's passes, backed by the same measurements."""
         other = LiveCosts(self.curve, self._measured.threads, shares_passes=self._shares_passes)
         other._buckets, other._is_restored = self._buckets, True
         other._bucket = self._buckets[other._key]
@@ -271,7 +271,7 @@ class LiveCosts:
         self._deviation += DEVIATION_WEIGHT * (change - self._deviation)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the measured costs as named arrays, to save for a later run.
+        """Return the measured costs as named arrays, to be saved for later runs.
 
         Costs measured with concurrent replies or a different number of CPU threads are left out.
         """
@@ -287,9 +287,9 @@ class LiveCosts:
         return {"found": np.array(steps), "extra": np.array(wide).reshape(-1, 3)}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError.
+        """Restore costs from `saved_statistics`. Raises KeyError or ValueError if they are damaged.
 
-        Costs that another slot has already restored are not changed.
+        Has no effect if another slot has already restored them.
         """
         if self._is_restored:
             return

@@ -87,7 +87,7 @@ class LossTracker:
     def allowance_seconds(self, target_step_seconds: float) -> float:
         """Return how many seconds the reply may lose if the next draft is rejected.
 
-        Negative if the reply has already lost more than `limits` allows.
+        The result is negative if the reply has already lost more than `limits` allows.
         """
         limit_steps = self.limits.rate * self.tokens + self.limits.steps
         return self.credit_seconds + limit_steps * target_step_seconds

@@ -1,6 +1,6 @@
 """Choose which of several draft models and heads drafts in each round.
 
-The choice depends on the estimated decoding speed with and without each of them.
+The choice depends on the estimated decoding speed with and without each one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ModelSelector:
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._estimate = self._other_estimate = RoundEstimate()
-        # The drafter that is tried instead of the best one, if any, and its number of remaining rounds.
+        # The drafter to try instead of the best one, if any, and for how many more rounds.
         self._challenger: DrafterStats | None = None
         self._challenge_rounds = 0
 
@@ -190,7 +190,7 @@ class ModelSelector:
 
     @property
     def planned_prefill_seconds(self) -> dict[str, float]:
-        """Maximum prefill time of each model in the next `choose`, in seconds, by name."""
+        """Maximum prefill time of each model in the next call to `choose`, in seconds, keyed by name."""
         step = self._target_step_seconds.value
         return {
             name: self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
@@ -201,7 +201,7 @@ class ModelSelector:
         return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
     def draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Expected duration of a draft, relative to a single-token target pass. 0 if unknown."""
+        """Return the expected draft duration relative to a single-token target pass, or 0 if unknown."""
         step = self._target_step_seconds.value
         if not self._is_measured(stats) or step <= 0.0:
             return 0.0
@@ -257,7 +257,7 @@ class RoundEstimate:
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
     def speed(self, v: CostFunction) -> float:
-        """Return the expected speed-up over plain decoding if its most profitable prefix is verified.
+        """Return the expected speed-up over plain decoding if the draft's best prefix is verified.
 
         Args:
             v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.

@@ -32,8 +32,8 @@ __all__ = [
 
 # --- Cost curve of a loaded model (`curve.py`, `target_costs.py`) ---
 
-# Pass widths to measure. They were chosen to be denser among small widths, for which backends use different
-# kernels.
+# Pass widths to measure. They were chosen to be denser among small widths, because backends use different
+# kernels for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 # Pass widths to measure even if the time budget is spent, chosen to show the shape of the curve with few
 # passes.
@@ -47,7 +47,7 @@ CHANGE_REPEATS = 20
 # Default time budget of a measurement in seconds, and the minimum budget in single-token passes. Both were
 # chosen to keep the first load of a model short.
 BUDGET_SECONDS, MIN_BUDGET_STEPS = 2.0, 12
-# Default number of additional passes per width, chosen so that the median ignores two outliers.
+# Default number of additional passes per width, chosen so that two outliers cannot affect the median.
 REPEATS = 5
 # Maximum duration of a pass, as a multiple of a wider pass's duration. The limit was chosen to be generous.
 # The largest multiple in `scripts/simulation/machines.py` is 1.41 (three versus four tokens on two CPU cores
@@ -65,18 +65,17 @@ PLAIN_STEP_WEIGHT = 0.2
 
 # --- Number of CPU threads (`target_costs.py`) ---
 
-# Numbers of threads to compare, relative to the number of physical cores. Shares below 1 were chosen because
-# on many laptops, half of the cores are slow, and because a few cores can already saturate the memory
-# bandwidth.
+# Thread counts to compare, as shares of the number of physical cores. Shares below 1 were chosen because half
+# of the cores are slow on many laptops, and because a few cores can saturate the memory bandwidth.
 THREAD_SHARES = (1.0, 0.75, 0.5, 0.34)
-# Number of measurement rounds, chosen as the smallest number whose median ignores an outlier.
+# Number of measurement rounds. Three was chosen as the fewest for which one outlier cannot affect the median.
 THREAD_ROUNDS = 3
 # After the first round, measure a thread count again only if it is slower than the fastest one by at most
 # this factor. The factor was chosen to exceed the noise of a single pass.
 MAX_THREAD_SLOWDOWN = 1.25
-# Seconds after which no new round of measurements starts, chosen to keep the first load of a model short.
+# Seconds after which no new measurement round starts, chosen to keep the first load of a model short.
 THREAD_BUDGET_SECONDS = 2.0
-# Use one thread per physical core unless another number is faster by this factor. The factor was chosen
+# Use one thread per physical core unless another count is faster by this factor. The factor was chosen
 # because smaller differences are often noise.
 MIN_THREAD_GAIN = 1.05
 
@@ -90,8 +89,8 @@ MACHINE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 BENCHMARK_BYTES = 192 * 2**20
 # Number of prompt tokens for measuring prefill, chosen to keep the measurement short.
 BENCHMARK_PROMPT_TOKENS = 32
-# Number of measurement rounds over all quantisation types, of which the shortest durations are used. Two
-# rounds were chosen because other activity can slow down a machine for a few seconds.
+# Number of measurement rounds over all quantisation types. The shortest durations are used. Two rounds were
+# chosen because other activity can slow down a machine for a few seconds.
 MACHINE_ROUNDS = 2
 # Number of additional passes per width, and time budget in seconds per type and round. Both were chosen so
 # that measuring all types takes less than 20 seconds.

@@ -132,8 +132,8 @@ def measure_costs(
     8 are measured first. The others follow in ascending order until half of the time budget is spent. The
     other half is spent on repetitions, which replace slower first measurements.
 
-    If the model pads its passes, only the padded widths are measured, and those up to 9 even if the budget is
-    spent.
+    If the model pads its passes, only the padded widths are measured. Those up to 9 are measured even if the
+    budget is spent.
 
     Args:
         model: The target model.

@@ -75,7 +75,7 @@ class MachineSpeed:
 
     Attributes:
         types: The measured speed of each quantisation type.
-        layer_seconds: Time that each layer adds to a pass, regardless of its size.
+        layer_seconds: Fixed time that each layer adds to a pass, regardless of the layer's size.
         busy_cores: Average number of processor cores that other programs used during the measurement.
         notice: Why the measurement was not saved. Empty if it was saved.
     """

@@ -1,4 +1,4 @@
-"""Measure a loaded target's cost curve and its fastest number of CPU threads, and save them for later runs.
+"""Measure a loaded target's cost curve and fastest number of CPU threads, and save them for later runs.
 
 The number of threads cannot be derived from the number of cores, because cores can have different speeds,
 share an execution unit, or compete for memory bandwidth.
@@ -85,7 +85,7 @@ class TargetCosts:
 
     @property
     def notice(self) -> str:
-        """Why the cost curve could not be saved. Empty if there was no error."""
+        """Why the cost curve could not be saved, or empty if there was no error."""
         return Facts().notice
 
     def _key(self) -> str:
@@ -155,7 +155,7 @@ def settings_key(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
     kernels += " low bits" * options.low_bits
-    # The key omits the number of streamed layers, because it varies with the amount of free memory.
+    # Leave out the number of streamed layers, because it varies with the amount of free memory.
     kernels += " streamed" * (options.streamed_layers > 0)
     kernels += f" experts {options.experts}" if options.experts else ""
     links = options.workers.links if options.workers else ()
@@ -182,7 +182,7 @@ def thread_counts(cores: int, logical_cores: int) -> tuple[int, ...]:
 
 
 def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
-    """Return the fastest number of threads, or the number of physical cores if it is about as fast.
+    """Return the fastest thread count, or the number of physical cores if that is about as fast.
 
     Args:
         seconds: Duration of a pass for each number of threads.
@@ -195,7 +195,7 @@ def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
 def use_fastest_threads(
     model: LanguageModel, settings_key: str, progress: Progress | None = None, *, again: bool = False
 ) -> Mapping[int, float]:
-    """Switch a model to the number of CPU threads that is fastest on this machine.
+    """Switch a model to the fastest number of CPU threads on this machine.
 
     Thread counts are compared once for each model and machine, in an empty context. If other programs are
     busy, the result is not used, and the comparison is repeated when the model is next loaded.

@@ -67,7 +67,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
             LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None, is_partial)
         )
     except (BackendError, MemoryBudgetError) as error:
-        # Without a copy, `auto` still drafts with other methods.
+        # Raise only if the user named the method, because `auto` can draft with other methods.
         if "lowbit" in context.named:
             raise
         return MissingDrafter(error.what, error.next_step)

@@ -1,8 +1,8 @@
 """Train a draft model between replies on the tokens that it predicted incorrectly.
 
 Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a drafted token,
-its probabilities at that position are recorded. The draft model is trained on these probabilities while no
-reply is being generated.
+the target's probabilities at that position are recorded. The draft model is trained on these probabilities
+while no reply is being generated.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class OnlineDrafter(ModelDrafter):
 
 
 class OnlineTrainer:
-    """Trains an adapter for a draft model between replies. The model's original weights never change.
+    """Trains an adapter for a draft model between replies. The original weights never change.
 
     Each example is evaluated with and without the adapter before it is used for training. The adapter is
     enabled only while it predicts at least as many recent tokens correctly as the original weights. Whenever
@@ -124,7 +124,7 @@ class OnlineTrainer:
         self._tokens: list[int] = []
         self._prompt_tokens = 0
         self._has_drafted = False
-        # For each rejected draft token, the position before it, and the target's most likely tokens with
+        # For each rejected draft token: the preceding position, and the target's most likely tokens with
         # their probabilities.
         self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
         # Training examples awaiting evaluation, each with its number of context tokens.

@@ -94,7 +94,7 @@ class ReplyRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SuffixCorpus:
-    """Texts to draft from in addition to the current chat.
+    """Text to draft from in addition to the current chat.
 
     Attributes:
         index: Index of the user's files and of replies saved by earlier processes. None if there are none.

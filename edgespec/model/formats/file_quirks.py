@@ -15,8 +15,9 @@ from edgespec.model.formats.gguf_header import GgufHeader
 
 __all__ = ["Refusal", "explain_refusal", "foreign_part", "why_doubtful"]
 
-# Prefixes of tensors outside the language model, with the component that they belong to. llama.cpp loads
-# these tensors from a separate file (mmproj). Ollama stores them in the model's own file, for its own engine.
+# Maps name prefixes of tensors outside the language model to the components that they belong to. llama.cpp
+# loads these tensors from a separate file (mmproj). Ollama stores them in the model's own file, for its own
+# engine.
 _FOREIGN_PARTS = {
     "v.": "an image encoder",
     "mm.": "an image projector",

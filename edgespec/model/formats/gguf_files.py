@@ -37,7 +37,7 @@ _MAX_PARTS = 99_999
 _MAX_SEARCHED = 1000
 # Start of a layer's tensor name in a header, preceded by the last bytes of its length field.
 _FIRST_LAYER_NAME = b"\0" * 6 + b"blk."
-# Maximum number of bytes to search for keys if a header contains no such tensor name.
+# Maximum number of bytes to search for keys if the header names no layer tensors.
 _MAX_HEADER_BYTES = 1 << 26
 # Maximum number of bytes between the end of the last tensor and the end of a file.
 _MAX_PADDING_BYTES = 4096
@@ -208,7 +208,7 @@ def _add_part(found: dict[int, list[Path]], part: Path, wanted: _Split) -> None:
 def _same_model(parts: list[Path], path: Path) -> list[Path]:
     """Return the parts that belong to the same model as `path`, judging by their names, or all if none do.
 
-    If they are copies of one part, only the first is returned.
+    If all of these are copies of the same part, only the first is returned.
     """
     related = [part for part in parts if _model_name(part) == _model_name(path)] or parts
     sizes = {part.stat().st_size for part in related}
@@ -250,7 +250,7 @@ def _read_split(path: Path, _size_bytes: int, _changed_ns: int) -> _Split:
     whole = _Split(0, 1, 0, False)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         # Headers contain the vocabulary and take 0.1 seconds to parse, so first search the raw bytes for the
-        # key, which precedes the tensor names.
+        # `split.count` key, which precedes the tensor names.
         end = data.find(_FIRST_LAYER_NAME)
         if data.find(b"split.count", 0, end if end >= 0 else _MAX_HEADER_BYTES) < 0:
             return whole

@@ -73,7 +73,6 @@ def read_pass_weights(path: Path) -> PassWeights:
 
 
 def _type_name(number: int) -> str:
-    """Return the name of a ggml type."""
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     try:

@@ -47,7 +47,7 @@ def head_info(path: Path) -> ModelInfo:
 
 
 def head_at(path: Path) -> Head:
-    """Return the head at a path. Raises ModelFileError if it contains no head or a damaged one."""
+    """Return the head at a path. Raises ModelFileError if there is none or it is damaged."""
     if method := residual_head_method(path):
         return Head(method, path)
     info = head_info(path)

@@ -48,7 +48,7 @@ MAX_JSON_BYTES = 1 << 28
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 # File name patterns of head weights, in order of preference. The first pattern that matches any file is used.
-# All patterns except the first are for PyTorch formats.
+# All but the first are PyTorch formats.
 HEAD_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # File name patterns of tokenizers. An MLX model needs at least one of these files.
 TOKENIZERS = (

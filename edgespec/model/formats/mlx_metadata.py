@@ -39,7 +39,7 @@ _OTHER_HEADS = {"gemma4assistant": "Gemma 4 assistant"}
 _ANY_EAGLE = {("EAGLE",), ("EAGLE-2",)}
 # Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
-# Keys of nested configurations: for the language model of a vision model, and for heads.
+# Keys of nested configurations, which hold the settings of a vision model's language model or of a head.
 _INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")
 # Maximum number of target layers that a head may read. Longer lists are ignored.
 _MAX_READ_LAYERS = 64

@@ -20,13 +20,13 @@ _F16_BYTES, _F32_BYTES = 2, 4
 # `_PATCHES_PER_SIDE` patches in each direction.
 _LARGE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v")
 _MAX_TOKENS, _PATCHES_PER_SIDE = 4096, 2
-# Projectors that accept images of any size. Unless they are in `_LARGE`, their buffers are planned for
+# Projectors that accept images of any size. For those not in `_LARGE`, buffers are planned for
 # `_PLANNED_PATCHES` patches, as in an image of about a megapixel.
 _ANY_SIZE = (*_LARGE, "pixtral", "lfm2", "kimivl")
 _PLANNED_PATCHES = 4096
-# Number of copies of a patch's pixels while an image is encoded (measured with scaled-down models).
+# Number of copies of a patch's pixels held while an image is encoded (measured with scaled-down models).
 _PIXEL_COPIES = 4
-# Bytes needed to decode a photo of 12 megapixels. Decoding takes twice the three bytes per pixel.
+# Bytes needed to decode a 12-megapixel photo: twice its size at three bytes per pixel.
 _DECODING_BYTES = 2 * 3 * 12_000_000
 
 
@@ -41,7 +41,7 @@ class Projector(NamedTuple):
         mask_bytes: The size of the attention mask in main memory before it is copied to the buffers.
         max_tokens: Maximum number of tokens per image. Larger images must be reduced to fit the buffers. 0 if
             the projector reduces them itself.
-        can_save: Whether the buffers are much smaller with small images.
+        can_save: Whether reducing images makes the buffers much smaller.
     """
 
     hidden_size: int

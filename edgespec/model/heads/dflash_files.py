@@ -34,7 +34,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig(LayerConfig):
-    """The configuration of a DFlash or DSpark head, whose layers are like a Qwen 3 model's.
+    """The configuration of a DFlash or DSpark head, whose layers resemble those of Qwen 3.
 
     See `LayerConfig` for the other attributes.
 
@@ -144,7 +144,7 @@ class DFlashFiles:
 
 
 def read_dflash(folder: Path) -> DFlashFiles:
-    """Read the configuration and tensor metadata of a head. Weights are read on request.
+    """Read the configuration and tensor metadata of a head. Weights are loaded lazily.
 
     Raises:
         ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or unsupported.

@@ -150,7 +150,7 @@ def _version(names: Collection[str]) -> Literal[1, 3]:
 
 
 def read_eagle(folder: Path) -> EagleFiles:
-    """Read the configuration and tensor metadata of an EAGLE head. Weights are read on request.
+    """Read the configuration and tensor metadata of an EAGLE head. Weights are loaded lazily.
 
     Raises:
         ModelFileError: The folder contains no EAGLE head, or the head is damaged or unsupported.
@@ -185,7 +185,7 @@ def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
 
     Args:
         offsets: The tensor `d2t`, which holds each draft token's target id minus its draft id.
-        vocab_size: Target's vocabulary size.
+        vocab_size: The target's vocabulary size.
 
     Raises:
         ValueError: `offsets` contains no token ids, or ids outside the target's vocabulary.

@@ -16,8 +16,8 @@ from edgespec.system.files import error_reason, read_regular_file
 __all__ = ["LayerConfig", "invalid_settings", "layer_settings", "read_config"]
 
 _MAX_CONFIG_BYTES = 2**24
-# Objects in config.json that hold settings found at the top level in other layouts. They are used by
-# speculators, NVIDIA and z-lab, in this order.
+# Nested objects in config.json for settings that other layouts keep at the top level. They are used by
+# speculators, NVIDIA and z-lab, respectively.
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
 
 
@@ -26,7 +26,7 @@ class LayerConfig:
     """The configuration of the transformer layers in a head.
 
     Attributes:
-        vocab_size: Target's vocabulary size.
+        vocab_size: The target's vocabulary size.
         context_tokens: Context length that the head was trained for. 0 if unknown.
     """
 
@@ -71,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `LayerConfig`, given the settings from `read_config`.
+    """Return the arguments for `LayerConfig`, given the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
@@ -101,7 +101,7 @@ def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def invalid_settings(folder: Path) -> Iterator[None]:
-    """Convert exceptions from creating a head's network to ModelFileErrors about its config.json."""
+    """Convert exceptions raised while building a head's network to ModelFileErrors about its config.json."""
     try:
         yield
     except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:

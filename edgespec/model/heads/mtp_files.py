@@ -19,8 +19,8 @@ from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors,
 
 __all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 
-# Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen's original files store
-# norm weights minus 1.
+# Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen models are listed
+# separately because their original files store norm weights minus 1.
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
 _NEEDED = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")

@@ -39,7 +39,7 @@ _MIN_GROWTH_TOKENS = 256
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
 # Default context lengths in tokens before scaling, for settings that lack them. The values match mlx-lm's.
 _LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
-# Settings that must be positive, because frequencies are divided by them or their logarithm is computed.
+# RoPE settings that must be positive, because they are used as divisors or in logarithms.
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -103,7 +103,7 @@ class CachedAttention:
         self.start = self.end = position
 
     def truncate(self, end: int) -> None:
-        """Remove the keys and values from position `end` on."""
+        """Remove the keys and values from position `end` onwards."""
         self.end = min(self.end, end)
         self.start = min(self.start, self.end)
 
@@ -178,7 +178,7 @@ class RopeSettings:
     Attributes:
         theta: Base of the frequencies.
         kind: The type of scaling, such as `llama3` or `yarn`. `default` means no scaling.
-        scaling: Settings of the scaling, in the format of Hugging Face's `rope_scaling`. May be empty.
+        scaling: Scaling settings, in the format of Hugging Face's `rope_scaling`. May be empty.
     """
 
     theta: float = 10000.0

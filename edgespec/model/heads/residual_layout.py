@@ -29,15 +29,15 @@ __all__ = [
 _SUFFIXES = (".safetensors", ".pt", ".bin")
 # Name prefix of the residual blocks of Hydra heads.
 _HYDRA_BLOCKS = "hydra_mlp."
-# Name prefix of the prefix layer that Hydra++ heads read (misspelt as in the published files), and the names
-# of the layer's tensors in the order of `AttentionLayer`.
+# Name prefix of the Hydra++ prefix layer (misspelt as in the published files), and the names of its tensors
+# in the order of `AttentionLayer`.
 _PREFIX_MODEL = "prefix_embeding_layer."
 _PREFIX_TENSORS = (
     "layers.0.input_layernorm", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj",
     "layers.0.self_attn.v_proj", "layers.0.self_attn.o_proj", "layers.0.post_attention_layernorm",
     "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm",
 )  # fmt: skip
-# Maximum size of config.json in bytes. Those of published heads are smaller than 1 KB.
+# Maximum size of config.json in bytes. Published heads use less than 1 KB.
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -63,7 +63,7 @@ class ResidualHead(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    """The weights of a Llama transformer layer and of the norm after the layer."""
+    """The weights of a Llama transformer layer and of the norm that follows it."""
 
     input_norm: StoredTensor
     q_proj: StoredTensor
@@ -134,7 +134,7 @@ def residual_head_method(path: Path) -> str | None:
 
 
 def read_residual_heads(path: Path) -> ResidualHeads:
-    """Read the tensor metadata of Medusa or Hydra heads. Weights are read on request.
+    """Read the tensor metadata of Medusa or Hydra heads. Weights are loaded lazily.
 
     Args:
         path: The heads' folder, as published on Hugging Face, or the weights file in that folder.

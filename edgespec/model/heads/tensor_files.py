@@ -229,7 +229,7 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
 def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
     """Return the uncompressed entries of an archive, keyed by name.
 
-    Compressed entries are ignored, because they could expand to fill the memory. PyTorch never compresses
+    Compressed entries are ignored, because decompressing them could exhaust memory. PyTorch never compresses
     entries.
 
     Raises:
@@ -334,8 +334,7 @@ class _Interpreter:
                     function, arguments = self._pop_many(2)
                     self._stack.append(self._call(function, arguments))
                 case "BUILD":
-                    # Drop the attributes of a state dictionary, such as module versions, which are not
-                    # needed.
+                    # Drop a state dictionary's attributes, such as module versions, which are not needed.
                     self._stack.pop()
                 case _:
                     raise self._refused(f"the pickle uses the instruction {opcode.name}")
@@ -443,7 +442,7 @@ class StoredTensor:
     """The data type and shape of a tensor in a file, and a function that reads its data.
 
     Attributes:
-        dtype: Data type by its safetensors name, such as `BF16`.
+        dtype: Safetensors name of the data type, such as `BF16`.
         shape: Size of each dimension.
         read: Reads the tensor. BF16 and FP8 are converted to float32. Raises ModelFileError if the file is
             damaged.

@@ -30,7 +30,7 @@ _NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "strin
 # Above the first number, float64 cannot represent every integer. At and above the second, converting a
 # number to float64 or changing it slightly could overflow.
 _MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
-# Relative distance between a bound and its replacement. The value was chosen, not measured.
+# Relative distance between a bound and its replacement, chosen to be small.
 _STEP = 1e-9
 
 
@@ -152,11 +152,11 @@ def _check(schema: dict[str, Any], place: str) -> None:
 
 
 def _inside(bound: float, inwards: float) -> float:
-    """Move a bound inwards to a nearby value that llguidance reads exactly.
+    """Move a bound inwards to a nearby value that llguidance represents exactly.
 
     Args:
         bound: The bound.
-        inwards: The direction of the allowed numbers: positive or negative infinity.
+        inwards: The direction in which numbers are allowed: positive or negative infinity.
     """
     if isinstance(bound, int):
         nearest = float(bound)

@@ -49,8 +49,8 @@ _TYPES: dict[str, str | None] = {
     "str": "string",
     "string": "string",
 }
-# Wrappers around a schema, identified by the key that holds the schema, such as OpenAI's
-# `{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}`.
+# Keys that hold the schema in a wrapper, such as OpenAI's `{"type": "json_schema", "json_schema": {"name":
+# ..., "schema": ...}}`.
 SCHEMA_KEYS = (
     *("json_schema", "schema", "schema_definition", "value"),
     *("response_schema", "responseSchema", "jsonSchema", "json", "parameters"),

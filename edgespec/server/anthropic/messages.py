@@ -54,8 +54,8 @@ __all__ = [
 
 # Placeholder signature for reasoning. Clients drop unsigned reasoning from their next request.
 _SIGNATURE = "edgespec"
-# Claude Code writes this line at the start of the system prompt. It changes with every request, so nothing
-# after it could be reused from the prefix cache.
+# Claude Code starts its system prompt with this line, which changes with every request. The line is removed,
+# because nothing after it could be reused from the prefix cache.
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 # Required fields, keyed by block type.
 _NEEDED = {
@@ -109,7 +109,7 @@ class AnthropicMessage(ItemFields):
 def _is_skipped(message: AnthropicMessage, block: ContentBlock) -> bool:
     """Return whether a block is omitted from the prompt.
 
-    Replies from Anthropic's own models can contain blocks about tools that ran on Anthropic's servers. An
+    Replies from Anthropic's own models can contain blocks for tools that ran on Anthropic's servers. An
     agent cannot remove these blocks from its conversation, so they must not cause an error.
     """
     known = ("thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -130,7 +130,7 @@ class ThinkingConfig(RequestFields):
 
 
 class Thread(RequestFields):
-    """The `thread` field, which makes Anthropic's servers store the conversation to shorten requests."""
+    """The `thread` field, which asks Anthropic's servers to store the conversation to keep requests short."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
@@ -175,7 +175,7 @@ class AnthropicCountRequest(ConstraintFields):
         return [{**tool, "type": None} if tool.get("type") == "custom" else tool for tool in self.tools or ()]
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the ignored fields and the positions of the skipped tools."""
+        """Return the names of ignored fields and the locations of skipped tools and content."""
         skipped = [*skipped_tools(self.client_tools), *_omitted(self.messages)]
         if self.reasoning_effort and (self.thinking or self.reasoning_effort != "none"):
             skipped.append("reasoning_effort")
@@ -196,7 +196,7 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     service_tier: Ignored
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the ignored fields and the positions of the skipped tools."""
+        """Return the names of ignored fields and the locations of skipped tools and content."""
         return [*super().ignored_fields(), *(["thread"] if self.thread else [])]
 
 
@@ -413,8 +413,8 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if results and not (parts or reasoning or calls):
         return results
-    # The text blocks of a reply are parts of one text, split by tool calls. In other messages, each block is
-    # a separate text.
+    # Join the text blocks of a reply without a separator, because they are one text that tool calls
+    # interrupted. In other messages, each block is a separate text.
     is_reply = message.role == "assistant"
     whole: dict[str, Any] = (
         {"content": "".join(part_text(*part) for part in parts)} if is_reply else content_of(parts)

@@ -4,7 +4,7 @@ A request goes through these steps before it reaches a handler. Each module hold
 
 1. `paths`: the path of the request.
 2. `origins`: the web page that the request comes from.
-3. `body`: the bytes of the body, which become JSON.
+3. `body`: the bytes of the body, which are parsed as JSON.
 4. `values`: field values that other languages and servers serialise differently, and unknown fields that must
    not be ignored.
 

@@ -1,4 +1,4 @@
-"""Convert the bytes of a request body to JSON.
+"""Parse the bytes of a request body as JSON.
 
 JSON must be UTF-8, but some clients use another encoding or send half of an emoji's surrogate pair.
 """
@@ -85,11 +85,11 @@ def parse_body(data: bytes, headers: Mapping[str, str], parse: Callable[[str], _
 
 
 def _decoded(data: bytes, content_type: str) -> str:
-    """Return the text of a body.
+    """Decode a request body.
 
     UTF-16 and UTF-32 are recognised by a byte order mark or by their zero bytes. Valid UTF-8 takes precedence
-    over the encoding in Content-Type, because clients often declare the wrong encoding, but text in another
-    encoding is rarely valid UTF-8.
+    over the encoding in Content-Type, because clients often declare the wrong encoding, whereas text in
+    another encoding is rarely valid UTF-8.
     """
     detected = json.detect_encoding(data)
     try:

@@ -93,9 +93,9 @@ def _option(name: str) -> _Reader:
     return lambda value, _: {name: value}
 
 
-# Keywords that show that a response format of type `json_object` is itself the schema.
+# Keywords whose presence shows that a `json_object` response format is itself the schema.
 _INLINE_KEYWORDS = frozenset({"properties", "required", "anyOf", "oneOf", "allOf", "$ref"})
-# Constraints that are rejected in a response format of a different type.
+# Constraints that must not appear in a response format of a different type.
 _OTHER_CONSTRAINTS = ("regex", "grammar", "choice")
 _FORMAT_HINT = "use text, json_object or json_schema"
 
@@ -122,7 +122,6 @@ def _format(value: Any, place: str) -> dict[str, Any]:
                     code="option_conflict",
                 )
     given = [key for key in SCHEMA_KEYS if isinstance(kind, str) and value.get(key) is not None]
-    # Prefer a key whose value is set.
     key = next((each for each in given if not _is_unset(value[each])), next(iter(given), None))
     is_set = key is not None and not _is_unset(value[key])
     match kind:

@@ -1,4 +1,4 @@
-"""Read the text of message content, including content parts in the formats of all supported APIs."""
+"""Extract text and images from message content in the formats of all supported APIs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ _REASONING_FIELDS = {
     "redacted_thinking": (),
 }
 
-# The types of non-text parts. An object of any other type is treated as data from a tool, unless it is in a
-# list.
+# Types of non-text parts. An object with any other type that is not in a list is treated as data from a tool.
 _MEDIA = frozenset(
     {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
     | {"file", "input_file", "document"}
@@ -80,7 +79,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def system_messages(system: SystemPrompt) -> list[dict[str, Any]]:
-    """Return a list with the system message for the field `system`, or an empty list if it has no text."""
+    """Convert the `system` field to a list with one system message, or an empty list if it has no text."""
     text = text_of("system", system)
     return [{"role": "system", "content": text}] if text else []
 
@@ -97,7 +96,7 @@ def text_of(place: str, content: Any) -> str:
 
 
 def content_of(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Combine content parts, given with their locations, into the text and images of a message.
+    """Combine (location, part) pairs into the text and images of a message.
 
     Texts are joined with newlines, except next to images, as in llama.cpp's server.
 

@@ -1,4 +1,4 @@
-"""Select the tools to offer to the model from a request in the format of any supported API."""
+"""Determine which tools to offer the model, for requests in the formats of all supported APIs."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def modern_tools(
 
 
 def modern_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert older and unusual forms of tool calls and results in a chat message.
+    """Convert older and unusual forms of tool calls and results in a chat message to the current form.
 
     Before OpenAI's API had tools, a message contained a single `function_call`, whose result had the role
     `function`. Neither has an id, so the name serves as the id.

@@ -1,4 +1,4 @@
-"""Fields that Ollama's endpoints share."""
+"""Request fields shared by Ollama's endpoints."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OllamaOptions(ReplyFields, ConstraintFields):
 
 
 class OllamaFields(ReplyFields, ConstraintFields):
-    """Fields of the requests that generate text.
+    """Fields shared by chat and generate requests.
 
     Reply options belong in `options`. Ollama ignores them elsewhere, but some clients, such as an AI SDK
     provider, set them at the top level, so they are accepted there too.
@@ -125,7 +125,7 @@ def ignored_fields(fields: OllamaFields) -> list[str]:
 
 
 def options_of(fields: OllamaFields) -> dict[str, Any]:
-    """Return the reply options that a request sets, by their edgespec names."""
+    """Return the reply options that a request sets, keyed by their edgespec names."""
     options = reply_options(fields)
     constraints = constraints_in(fields, options)
     options.pop("logprobs", None)  # The field of this name is Ollama's.
@@ -147,5 +147,5 @@ def options_of(fields: OllamaFields) -> dict[str, Any]:
 
 
 def read_images(images: list[str] | None, place: str) -> list[PlacedImage]:
-    """Return the images of a message, which precede its text. Raises ApiError if one cannot be read."""
+    """Decode a message's images, which precede its text. Raises ApiError if an image cannot be read."""
     return [PlacedImage(read_image(f"{place}.{at}", data)) for at, data in enumerate(images or ())]

@@ -88,7 +88,7 @@ class PullRequest(ShowRequest):
 
 
 class PulledModel(TypedDict):
-    """The state of a pulled model. Always `success`."""
+    """The result of pulling a model. The status is always `success`."""
 
     status: str
 
@@ -219,5 +219,5 @@ def _details(known: KnownModel) -> ModelDetails:
 
 
 def _count_text(count: int) -> str:
-    """Format a number of parameters as Ollama does, such as `8.0B`."""
+    """Format a parameter count the way Ollama does, such as `8.0B`."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

@@ -193,7 +193,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
 
 
 def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: int) -> dict[str, Any]:
-    """Return the closing fields of a reply.
+    """Return the fields for the end of a reply, such as token counts and durations.
 
     Args:
         fields: The request's fields.
@@ -318,7 +318,7 @@ def _formatted_message(part: OllamaPart) -> dict[str, Any]:
 
 
 def _call(index: int, call: ToolCall) -> dict[str, Any] | None:
-    """Return a tool call in Ollama's format, or None if the reply ended within its arguments."""
+    """Return a tool call in Ollama's format, or None if the reply ended before the call was complete."""
     arguments = parse_object(call.arguments)
     if arguments is None:
         return None
@@ -353,7 +353,7 @@ class OllamaGeneration(OllamaReply):
 
 
 async def generate(call: Call[OllamaGenerateRequest]) -> Response:
-    """Reply to a prompt, or continue it."""
+    """Handle a generate request: reply to the prompt, or continue it verbatim."""
     body = call.body
     for name, message in _UNSUPPORTED.items():
         if getattr(body, name):

@@ -262,7 +262,7 @@ def _finish_reason(reply: Reply, body: ChatRequest) -> str:
 
 
 def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
-    """Return a part of a tool call. Only the first part of a call has the id and the name.
+    """Format a part of a tool call. Only the first part of a call includes the id and the name.
 
     In the older format, a message has only one call, and further calls are omitted.
     """
@@ -278,9 +278,9 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is normally included in the last event of the last choice. A client that requests it with
-    `include_usage` gets it in a separate event without choices instead, which other clients often cannot
-    handle.
+    The usage is normally included in the last event of the last choice. If the client sets
+    `include_usage`, the usage is sent in a separate event without choices instead, which many other clients
+    cannot handle.
     """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None
@@ -402,7 +402,6 @@ def _content(place: str, message: ChatMessage) -> dict[str, Any]:
 
 
 def _reasoning_parts(message: ChatMessage) -> list[ContentPart]:
-    """Return the content parts of a reply that contain reasoning."""
     if message.role != "assistant" or not isinstance(message.content, list):
         return []
     return [part for part in message.content if reasoning_of(part) is not None]

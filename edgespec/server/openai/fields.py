@@ -1,4 +1,4 @@
-"""Request fields and the error format that OpenAI's endpoints share."""
+"""Request fields and the error format shared by OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ChoiceFields(OpenAIFields):
 
 
 def openai_options(fields: OpenAIFields) -> dict[str, Any]:
-    """Return the reply options of a request, including the constraint on the answer."""
+    """Return a request's reply options, including any constraint on the answer."""
     options = reply_options(fields)
     return options | answer_constraint(constraints_in(fields, options))
 

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Alternative(TypedDict):
-    """A candidate for the token at a position."""
+    """A candidate token at one position."""
 
     token: str
     logprob: float
@@ -30,7 +30,7 @@ class Alternative(TypedDict):
 
 
 class ContentLogprob(Alternative):
-    """A token of the reply, and the most likely tokens at its position."""
+    """A token of the reply, with the most likely tokens at its position."""
 
     top_logprobs: list[Alternative]
 
@@ -134,7 +134,7 @@ def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int]
     """Return the part of a prompt's text that each of its tokens represents.
 
     The BOS token that some models need represents no text, and neither does the space that some tokenizers
-    prepend. Control tokens within the text represent their names.
+    prepend. Control tokens written out in the text represent their own spelling.
 
     Args:
         text: The text.
@@ -145,7 +145,8 @@ def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int]
     for token in tokens:
         added = piece(token.token)
         exact = [each for each in (token.raw, added, added.lstrip(b" ")) if whole.startswith(each, start)]
-        # Tokenizers that normalise characters, such as accents, usually preserve the number of bytes.
+        # If nothing matches, assume that the token represents as many bytes as it adds, because tokenizers
+        # that normalise characters, such as accents, usually preserve the number of bytes.
         length = len(max(exact, key=len)) if exact else len(added)
         result.append(whole[start : start + length])
         start += length

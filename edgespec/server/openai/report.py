@@ -47,7 +47,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """Total counts and times of the replies to a request, named as in llama-server."""
+    """Total token counts and times for all replies to a request, under llama-server's field names."""
 
     cache_n: int
     prompt_n: int
@@ -74,9 +74,9 @@ class LossLimit(TypedDict):
 class ExactnessReport(TypedDict):
     """Whether replies are identical to plain decoding.
 
-    `effective` is `bits` if they are, and `rounding` if they can differ. `requested` is the server's option
-    `exactness`. `widths` lists the pass widths that agree bit for bit. `expected_speed` is the expected speed
-    with only these passes, as a fraction of the unrestricted speed.
+    `effective` is `bits` if they are, and `rounding` if they can differ. `requested` is the value of the
+    server's `exactness` option. `widths` lists the pass widths that agree bit for bit. `expected_speed` is
+    the expected speed with only these widths, as a fraction of the unrestricted speed.
     """
 
     requested: str
@@ -96,8 +96,7 @@ class ReplyReport(TypedDict):
     """A report on how a reply was generated.
 
     `method` is a sentence that gives the drafting method, its speed-up and the reason for it.
-    `ignored_fields`
-    lists request fields that had no effect.
+    `ignored_fields` lists the request fields that had no effect.
     """
 
     method: str

@@ -39,8 +39,8 @@ __all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response
 # Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# The fields that may contain a call's input, in order of preference. Text in any field but `arguments`
-# becomes the argument `input`.
+# Fields that may contain a call's input, in order of preference. Text in any field other than `arguments` is
+# passed as the argument `input`.
 _CALL_INPUTS = ("arguments", "action", "operation", "input")
 # Types of content parts that programs send as separate items, outside of a message.
 _PARTS = ("text", "input_text", "output_text", "input_image", "input_file", "input_audio", "image_url")
@@ -163,12 +163,12 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
 
     @property
     def added_tools(self) -> list[Any]:
-        """The tools that conversation items add, such as the results of a tool search."""
+        """Tools added by items in the conversation, such as the results of a tool search."""
         items = [] if isinstance(self.input, str) else self.input
         return [tool for item in items for tool in item.tools or ()]
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the ignored fields and the positions of the skipped list items."""
+        """Return the names of ignored fields and the locations of skipped tools, items and parts."""
         tools = skipped_tools(self.tools or ())
         items = [] if isinstance(self.input, str) else self.input
         skipped = [
@@ -262,8 +262,9 @@ class ResponseBuilder:
         # The type of the item being streamed, or None.
         self._open_kind: str | None = None
         self._reasoning_tokens = 0
-        # Log-probabilities of tokens that arrived before the message's first text. They belong to the message
-        # if its first character consists of several tokens, and to a marker otherwise.
+        # Log-probabilities of tokens that arrived before any text of the message. They belong to the message
+        # if its first character spans several tokens. If reasoning or a tool call follows, they belonged to a
+        # marker, and are dropped.
         self._waiting_logprobs: list[TokenLogprobs] = []
 
     def start(self, model: str, stats: Stats) -> Iterator[Event]:  # noqa: ARG002
@@ -445,7 +446,7 @@ def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: Sto
 
 
 def _stored(place: str, reference: InputItem, stored_items: StoredItems) -> InputItem:
-    """Look up the item of an earlier response that a reference points to."""
+    """Look up the stored item that a reference points to. Raises ApiError if it is not stored."""
     require_fields(place, reference, ("id",))
     item = stored_items.get(reference.id or "")
     if item is None:

@@ -1,8 +1,8 @@
-"""Build prepared models, and copy models to another quantisation. Only one process builds a model at a time.
+"""Build prepared models, and create copies of models in another quantisation.
 
-Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
-folder without the suffix is therefore always complete. A journal of finished files makes it possible to
-resume an interrupted build.
+Only one process builds a model at a time. Files are written to a folder with the suffix `.partial`, which is
+renamed when the build is complete. A folder without the suffix is therefore always complete. A journal of
+finished files makes it possible to resume an interrupted build.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _UNFINISHED = ".edgespec-"
 # Age in seconds above which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
 _COPY = "copy.gguf"
-# Free disk space in bytes that a copy needs beyond the size of the model. Even a type with about as many bits
-# per weight can produce a slightly larger file.
+# Free disk space in bytes that a copy needs beyond the size of the model. A copy can be slightly larger than
+# the model, even if its type uses about as many bits per weight.
 _EXTRA_BYTES = 16 << 20
 
 
@@ -219,7 +219,7 @@ def build(
 ) -> PreparedModel:
     """Build a prepared model, or return the existing one if it is intact.
 
-    Either is then the one that `find_prepared` returns.
+    Afterwards, `find_prepared` returns this model.
 
     Args:
         kind: Kind of the prepared model.
@@ -258,7 +258,8 @@ def build(
                 build_folder = BuildFolder(kind, folder, source, settings, progress)
                 prepared = build_folder.build(write_files, needed_bytes)
             elif to is None:
-                # Make it the newest, which is the one that is used, because the user has just asked for it.
+                # The user has just asked for this model. Make it the newest, because `find_prepared` returns
+                # the newest.
                 with suppress(OSError):
                     os.utime(folder)
             if to is not None:
@@ -286,7 +287,7 @@ def _register(entry: Path, folder: Path) -> None:
 
 
 def interrupted_settings(kind: str, source: Path) -> BuildSettings | None:
-    """Return the settings of an interrupted preparation of `source`, or None."""
+    """Return the settings of an interrupted build from `source`, or None if there is none."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(read_regular_file(journal).decode("utf-8"))
@@ -370,7 +371,7 @@ def _file_states(parts: list[Path]) -> list[list[int]]:
 def _is_unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
-    """Return whether the source model is unchanged. Its files are read only if their timestamps differ."""
+    """Return whether the source model is unchanged. Rehash whole files only if their timestamps differ."""
     if len(parts) != len(records) or not all(map(matches_record, parts, records)):
         return False
     if _file_states(parts) == states:
@@ -458,7 +459,7 @@ def find_quantised(path: Path, type_name: str) -> Path | None:
 
 
 def prepare_quantised(path: Path, type_name: str, progress: Progress | None = None) -> Path:
-    """Copy a GGUF model to another quantisation type, or return the existing intact copy.
+    """Create a copy of a GGUF model in another quantisation, or return the existing intact one.
 
     Args:
         path: The GGUF file.

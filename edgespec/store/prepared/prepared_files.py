@@ -84,7 +84,7 @@ def store_folder() -> Path:
 
 
 def find_prepared(kind: str, source: Path, settings: BuildSettings | None = None) -> PreparedModel | None:
-    """Find the newest model that was prepared from `source`.
+    """Return the newest model prepared from `source`, or None if there is none.
 
     The files are not checked (see `check_prepared`). Folders with an unreadable manifest are ignored.
 
@@ -211,7 +211,7 @@ def absolute_path(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A record of a file's content at a point in time.
+    """The size and hashes of a file, for detecting later changes.
 
     Attributes:
         name: File name without its folder.
@@ -235,11 +235,11 @@ class FileRecord:
 
 
 def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
-    """Read files completely and return a record of each.
+    """Hash whole files and return a record of each.
 
     Args:
         paths: The files.
-        what: Description of the task to show with `progress`.
+        what: Description of the task, which is passed to `progress`.
         progress: Called with the fraction of bytes read so far.
 
     Raises:

@@ -37,7 +37,7 @@ MAX_TITLE = 80
 
 # Maximum number of chats that /load and /search list in the plain chat.
 _LISTED_CHATS = 20
-# Maximum length of a line found by /search, in characters.
+# Maximum number of characters to show of a line found by /search.
 _MAX_LINE = 80
 
 
@@ -119,7 +119,7 @@ def _import(context: Context) -> Result:
 
 
 def imported_text(chats: ExportedChats, hint: str) -> str:
-    """Return a note that says how many chats were imported, and what was left out."""
+    """Return a note on how many chats were imported and what was left out."""
     text = f"Imported {count(chats.read_count, 'chat')} from {chats.path.name}. {hint}"
     if left_out := +chats.left_out:
         text += (

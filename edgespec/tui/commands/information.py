@@ -1,8 +1,8 @@
 """Commands that show what the chat uses and how fast it is.
 
 `/why` explains the speed of the last reply. Three sentences say how the reply was sped up, what limited the
-speed-up, and what to try next. If identical replies limit the speed, or if replies can differ from plain
-decoding, a fourth sentence says so.
+speed-up, and what to try next. A fourth sentence is added if bit-identical replies cost speed, or if replies
+can differ from plain decoding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _why(context: Context) -> Result:
 def why_text(
     runtime: ChatModel, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
 ) -> str:
-    """Return the sentences of `/why` about the last reply in a chat with these settings."""
+    """Return the text of `/why` for the last reply in a chat with these settings."""
     if stats is None:
         return (
             "There has been no reply since this chat was opened or its model was changed. Send a message,"
@@ -201,7 +201,7 @@ def _advice(
 
 
 def _race(context: Context) -> Result:
-    # Imported only when used, because this import would delay the first screen.
+    # Imported lazily to avoid delaying the first screen.
     from edgespec.tui.race import race_method, start_race
 
     if context.writing:

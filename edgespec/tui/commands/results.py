@@ -47,7 +47,7 @@ class Context:
     """The state of the chat in which a command was typed.
 
     Attributes:
-        argument: The words after the command.
+        argument: The text after the command name.
         chat: The open chat.
         new_chat: An empty chat with the system prompt and settings given on the command line.
         runtime: The loaded models.
@@ -107,7 +107,7 @@ class Nothing:
     """The result of a valid command that has nothing to do.
 
     Attributes:
-        reason: Why, as a sentence without its full stop.
+        reason: Why there is nothing to do, as a sentence without its full stop.
         next_step: What the user can do. The full-screen chat shows only the reason, and only briefly.
     """
 
@@ -152,7 +152,8 @@ class Generate:
     """A reply to generate once no other reply is being generated.
 
     Attributes:
-        start: Returns the turn to start in the open chat, tool calls to make first, or None for nothing.
+        start: Returns the turn to start in the open chat, the tool calls to make first, or None to do
+            nothing.
     """
 
     start: Callable[[OpenChat], RunningTurn | Sequence[ToolCall] | None]
@@ -172,7 +173,7 @@ class Question:
 
     Attributes:
         question: The question.
-        confirm: The label of the button that means yes.
+        confirm: The label of the button that confirms.
         then: Returns the result if the user agrees. Called outside the event loop, so it may write files.
         declined: What the plain chat prints if the user declines.
     """
@@ -185,7 +186,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class RunningRace:
-    """A race that has begun in the model thread."""
+    """A race that is running in the model thread."""
 
     method: str
     race: StartedRace

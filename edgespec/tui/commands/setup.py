@@ -64,7 +64,7 @@ _NO_PRESETS = (
 
 
 def _model(context: Context) -> Result:
-    """Switch to a model. If only a part of a name is given, such as `8b`, list the models that contain it."""
+    """Switch to a model. If only part of a name is given, such as `8b`, list the matching models."""
     typed = unquoted(context.argument)
     if not typed:
         return Action("models", otherwise=lambda: _models(context.runtime))
@@ -96,12 +96,12 @@ def chosen_model(runtime: ChatModel, reference: str) -> Result:
 
 
 def _check_known(reference: str) -> Resolved | None:
-    """Return the model on this machine that a reference names, or None if it must be downloaded.
+    """Resolve a reference to a model on this machine, or return None if it must be downloaded.
 
     Raises:
         OptionError: There is no such model, or its file is unreadable.
     """
-    # Imported only when used, because this import would delay the first prompt.
+    # Imported lazily to avoid delaying the first prompt.
     from edgespec.store.reference import resolve
 
     try:
@@ -113,8 +113,8 @@ def _check_known(reference: str) -> Resolved | None:
 
 
 def _models(runtime: ChatModel) -> Result:
-    """Return the models on this machine, and how to see those that can be downloaded."""
-    # Imported only when used, because this import would delay the first prompt.
+    """List the models on this machine, and say how to see those that can be downloaded."""
+    # Imported lazily to avoid delaying the first prompt.
     import edgespec
 
     plan = runtime.plan
@@ -165,7 +165,7 @@ def _choices(name: str, context: Context) -> list[str]:
     """Return one line per draft model or head for the loaded model. Empty for other load options."""
     if name not in ("draft", "head") or (found := _check_known(context.model_name)) is None:
         return []
-    # Imported only when used, because these imports would delay the first prompt.
+    # Imported lazily to avoid delaying the first prompt.
     from edgespec.store.drafts import draft_options
     from edgespec.store.heads import head_options
     from edgespec.store.installed import find_installed
@@ -383,7 +383,7 @@ class _PresetValues(NamedTuple):
     """The values that a preset sets in a chat.
 
     Attributes:
-        settings: All settings of the chat with this preset.
+        settings: All of the chat's settings once the preset is applied.
         system: The system prompt.
         target: A reference to the model. Empty if the preset names none.
         remark: A sentence about values that cannot change while a model is loaded. Empty if there are none.
@@ -457,7 +457,7 @@ def _colours(_context: Context) -> Result:
 
 
 def _theme(context: Context) -> Result:
-    # Imported only when used, because the plain chat does not need Textual.
+    # Imported lazily, because the plain chat does not need Textual.
     from edgespec.tui.themes import find_theme, theme_names, themes_folder
 
     if not context.argument:

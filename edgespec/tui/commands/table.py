@@ -1,7 +1,7 @@
 """The table of slash commands, and functions that parse and complete typed commands.
 
-To add a command, write its function and its `Command` in the module for its topic. Both chats, the help, the
-completion and the documentation use this table.
+To add a command, write its function and its `Command` in the module for its topic. Both chats, the help,
+command completion and the documentation use this table.
 """
 
 from __future__ import annotations

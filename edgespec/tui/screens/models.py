@@ -44,7 +44,7 @@ _TICK_SECONDS = 0.5
 # Seconds for which a row must be highlighted before its model is planned, so that moving through the list
 # stays fast.
 _PLAN_DELAY_SECONDS = 0.3
-# Minimum terminal width, in columns, at which the frame names more than two keys.
+# Minimum terminal width, in columns, at which the dialog's border names more than two keys.
 _WIDE_COLUMNS = 64
 # Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
@@ -229,7 +229,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     def _with_plan(self, model: AvailableModel) -> AvailableModel:
-        """Return `model`, updated with its planned draft model and with whether both fit in memory."""
+        """Return `model` with its planned draft model and whether both fit in memory."""
         preview = self._plans.get(model.reference)
         if preview is None:
             return model

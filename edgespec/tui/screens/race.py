@@ -146,7 +146,7 @@ class _LaneColumn(Vertical):
         yield self._scroll
 
     def on_resize(self) -> None:
-        """Keep the end of the text visible when the result of the race takes up some of its lines."""
+        """Keep the end of the text visible when the race result takes up some of the lines."""
         self._scroll.scroll_end(animate=False)
 
     def show(self, lane: Lane, seconds: float) -> None:

@@ -162,8 +162,8 @@ class ApprovalScreen(ModalScreen[CallDecision]):
             )
             with VerticalScroll(classes="approval-text", can_focus=False):
                 yield Static(Content(readable_arguments(self._arguments)))
-            # The buttons are disabled until `_check_quiet` enables them. Textual focuses an enabled button at
-            # once, and the next key would press it.
+            # The buttons are disabled until `_check_quiet` enables them. Textual would focus an enabled
+            # button immediately, and the next key would press it.
             yield Button("Allow once", action="screen.choose('once')", compact=True, disabled=True)
             yield Button("Allow in this chat", action="screen.choose('chat')", compact=True, disabled=True)
             yield Button(

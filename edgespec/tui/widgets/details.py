@@ -60,7 +60,7 @@ class StatusFacts:
         context_used_tokens: Number of tokens in the conversation.
         context_tokens: Context size in tokens.
         memory_bytes: Resident memory of the process.
-        dropped_messages: Number of oldest messages that no longer fit in the context.
+        dropped_messages: Number of messages at the start that no longer fit in the context.
         tools: Number of tools that the model can call.
         downloads: The running downloads and their progress.
     """

@@ -50,7 +50,7 @@ _MAX_READ_SECONDS = 120.0
 _MAX_CHIPS = 8
 _MAX_NAME_LENGTH = 60
 _MAX_FOUND = 50
-# Seconds after which the list of files in the working folder is read again.
+# Seconds before the list of files in the working folder is refreshed.
 _LISTING_SECONDS = 10.0
 # Maximum number of entries to read from a folder outside the working folder.
 _MAX_ENTRIES = 2_000
@@ -104,7 +104,8 @@ class PathList(OptionList, can_focus=False):
     async def _find(self, typed: str) -> None:
         paths = await self._thread.run(partial(self._search.find, typed))
         self.set_options(Option(Content(path), id=path) for path in paths)
-        # Hide the list when the path is complete. Otherwise, Enter would choose a path, not send the message.
+        # Hide the list when the path is complete. Otherwise, Enter would choose a path instead of sending the
+        # message.
         self.display = bool(paths) and paths != [typed]
         self.highlighted = 0 if paths else None
 
@@ -281,7 +282,7 @@ def file_chips(files: Sequence[AttachedFile]) -> Content:
 
 
 def _attachment_chips(attachments: Sequence[Attachment]) -> Content:
-    """Return the chips of the message in the input, including the errors of files that cannot be attached."""
+    """Return the chips for the message in the input, including errors for files that cannot be attached."""
     chips = [_attachment_chip(each) for each in attachments if not each.problem]
     problems = [
         Content.assemble(("✗ ", "$error"), (f"{each.problem.what}", "$error"))

@@ -1,4 +1,4 @@
-"""Previews of images in half blocks: each character cell shows two pixels, one above the other."""
+"""Image previews drawn with half blocks: each character cell shows two pixels, one above the other."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _UPPER_HALF = "▀"
 
 # Decodes one image at a time, so that a chat with many photos needs little memory.
 _decoder = CallThread()
-# Images at the size of their largest preview.
+# Images reduced to the size of their largest preview.
 _reduced: WeakKeyDictionary[Image, NDArray[np.uint8]] = WeakKeyDictionary()
 
 
 class _Place(NamedTuple):
-    """An image, and the cells in which it is shown. `pixels` is its height in pixels."""
+    """An image and the cells that it occupies. `pixels` is its height in pixels."""
 
     image: Image
     row: int
@@ -68,7 +68,7 @@ class ImagePreview(Widget, can_focus=False):
     def __init__(self, images: Sequence[Image]) -> None:
         super().__init__()
         self._images = images[:_MAX_IMAGES]
-        # The drawn rows of each image, keyed by its place and the background behind transparent parts.
+        # The drawn rows of each image, keyed by its place and the background colour behind transparent parts.
         self._drawn: dict[tuple[_Place, Color], list[list[Segment]]] = {}
 
     def on_mount(self) -> None:
@@ -87,7 +87,7 @@ class ImagePreview(Widget, can_focus=False):
         return max(place.end_row for place in self._places(width))
 
     def _places(self, width: int) -> list[_Place]:
-        """Return where the images are shown, from left to right and from top to bottom."""
+        """Return the positions of the images, laid out from left to right and from top to bottom."""
         places: list[_Place] = []
         row = column = 0
         for image in self._images:
@@ -151,7 +151,7 @@ def _resized(pixels: NDArray[np.uint8], columns: int, height: int) -> NDArray[np
 
 
 def _half_blocks(pixels: NDArray[np.uint8], background: Color) -> list[list[Segment]]:
-    """Return the rows of cells that show the pixels [height, width, 4] on a background."""
+    """Return rows of half-block cells that show the pixels [height, width, 4] on a background."""
     import numpy as np
 
     behind = np.array(background.get_truecolor(), np.float32)
@@ -168,6 +168,6 @@ def _half_blocks(pixels: NDArray[np.uint8], background: Color) -> list[list[Segm
 
 
 def _cells(count: int, upper: Sequence[int], lower: Sequence[int]) -> Segment:
-    # This is faster than Rich's other ways to create a style.
+    # This is faster than Rich's other ways of creating a style.
     style = Style.from_color(Color.from_rgb(*upper), Color.from_rgb(*lower))
     return Segment(_UPPER_HALF * count, style)

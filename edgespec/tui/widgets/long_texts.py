@@ -82,7 +82,7 @@ def drawing_seconds(markdown: str) -> float:
 
 
 def hidden_note(characters: int, advice: str = "") -> str:
-    """Return a note that says how many characters are not shown, with advice on how to read them."""
+    """Return a note on how many characters are hidden, with advice on how to read them."""
     number = "1 more character is" if characters == 1 else f"{count(characters)} more characters are"
     return f"({number} not shown; {advice})" if advice else f"({number} not shown)"
 

@@ -33,7 +33,7 @@ __all__ = [
 _GetStyle: TypeAlias = Callable[[str | Style], Style]
 _TAB_CELLS = 8
 _LINE_STYLE = "$foreground 20%"
-# Cells that a table cell needs besides its text: a space on each side, and a border line.
+# Screen cells that each table cell needs besides its text: a space on each side and a border line.
 _CELL_FRAME = 3
 _BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")
 _INLINE_STYLES = {"strong": "bold", "em": "italic", "s": "strike"}
@@ -81,7 +81,7 @@ def _parser() -> MarkdownIt:
 
 
 def _blocks(node: SyntaxTreeNode, margins: Sequence[_Margin], begins: int, *, gap: bool) -> Iterator[Block]:
-    """Yield the blocks of a node. The parameters are those of `Block`."""
+    """Yield the blocks of a node. See `Block` for the other parameters."""
     match node.type:
         case "bullet_list" | "ordered_list":
             bullets = _bullets(node, margins)
@@ -136,7 +136,7 @@ def _cell(node: SyntaxTreeNode) -> Content:
 
 
 def _inline(node: SyntaxTreeNode) -> Content:
-    """Return the text of a node inside a block."""
+    """Return the styled text of an inline node."""
     match node.type:
         case "softbreak":
             return Content(" ")
@@ -165,7 +165,7 @@ class Row(NamedTuple):
     """A row of a block: how it is drawn, and which part of it is copied.
 
     Attributes:
-        strip: The row as it is drawn, with the offsets that Textual needs to select text.
+        strip: The row as it is drawn, with the offsets that Textual needs for text selection.
         start: Index of the first character that is copied. Padding and the indent of wrapped lines are not
             copied.
         end: Index after the last character that is copied.
@@ -204,7 +204,7 @@ class Block:
         gap: Whether there is a blank row above this block.
     """
 
-    # Style of the whole block. Empty if it has the style of the reply.
+    # Style of the whole block, or empty to use the reply's style.
     style = ""
     # Blank cells to the left and the right of the text.
     padding = 0
@@ -223,7 +223,7 @@ class Block:
         """Add colours before the block is drawn.
 
         Args:
-            spans: Returns the colours of a text. Called once for each text of the block, in order.
+            spans: Returns the colour spans for a piece of text. Called for each piece of the block, in order.
         """
         self._content = self._content.add_spans(spans(self._content.plain))
 
@@ -254,15 +254,15 @@ class Block:
         return self._rows[1]
 
     def forget_rows(self) -> None:
-        """Discard the drawn rows, for example after a change of theme. They are drawn again when needed."""
+        """Discard the drawn rows, for example after a theme change. They are redrawn when needed."""
         self._rows = (None, [])
 
     def _plain(self, width: int) -> str:
-        """Return the text without styles, before its lines are wrapped to `width`."""
+        """Return the unstyled text before it is wrapped to `width`."""
         return self._styled(width).plain
 
     def _styled(self, width: int) -> Content:  # noqa: ARG002
-        """Return the text with its styles, before its lines are wrapped to `width`."""
+        """Return the styled text before it is wrapped to `width`."""
         return self._content
 
     def _draw(self, width: int, top: int, style: Style, get_style: _GetStyle) -> list[Row]:
@@ -333,7 +333,7 @@ class CodeBlock(Block):
 
 
 class _Rule(Block):
-    """A horizontal line."""
+    """A horizontal rule."""
 
     def _styled(self, width: int) -> Content:
         return Content.styled("─" * width, "$secondary")
@@ -344,8 +344,8 @@ class Table(Block):
 
     Args:
         rows: The cells of each row. The first row is the header.
-        margins: As for `Block`.
-        begins: As for `Block`.
+        margins: See `Block`.
+        begins: See `Block`.
     """
 
     def __init__(self, rows: Sequence[Sequence[Content]], margins: Sequence[_Margin], begins: int) -> None:
@@ -382,7 +382,7 @@ class Table(Block):
         yield horizontal("└", "┴", "┘")
 
     def _column_widths(self, width: int) -> list[int]:
-        """Return the widths of the columns. The widest ones are shortened until the table fits."""
+        """Return the column widths, narrowing the widest columns until the table fits."""
         widths = [max(cell.cell_length for cell in column) for column in zip(*self._cells, strict=True)]
         left = max(len(widths), width - _CELL_FRAME * len(widths) - 1)
         # Narrow columns keep their width, and the other columns share the remaining width.
@@ -403,7 +403,7 @@ def gap_row(above: Block, below: Block, width: int, y: int, style: Style, get_st
 
 
 def _strip(pieces: Iterable[tuple[str, RichStyle]], y: int) -> Strip:
-    """Return the pieces as row `y` of the reply, with the offsets that Textual needs to select text."""
+    """Return the pieces as row `y` of the reply, with the offsets that Textual needs for text selection."""
     x, segments = 0, []
     for text, style in pieces:
         if text:

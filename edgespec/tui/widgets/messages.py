@@ -136,8 +136,8 @@ class MessageWidget(Widget, can_focus=True):
         *(Binding(each.key, f"screen.message_action('{each.action}')", show=False) for each in MESSAGE_KEYS),
     ]
 
-    # By default, Textual lays out and draws all messages again when the size of one changes. Only widgets
-    # that scroll need that.
+    # By default, Textual lays out and redraws all messages when one of them changes size. Only scrolling
+    # widgets need that.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     place: int | None = None
@@ -157,7 +157,7 @@ class MessageWidget(Widget, can_focus=True):
 
 
 class UserMessage(Static, MessageWidget, can_focus=True):
-    """A user message, shown exactly as typed, with the names and sizes of its files and its images.
+    """A user message, shown exactly as typed, with its images and the names and sizes of its files.
 
     Only the start of a very long message is shown.
 
@@ -175,7 +175,7 @@ class UserMessage(Static, MessageWidget, can_focus=True):
         parts = (Content(limited_text(text, _COPY_CHAT)), file_chips(files), line)
         super().__init__(Content("\n").join([part for part in parts if part]), classes="user")
         images = [file.image for file in files if file.image]
-        # Most messages have no images, so the text is drawn by this widget and not by a child.
+        # Most messages have no images, so this widget draws the text itself instead of using a child widget.
         self._preview = ImagePreview(images) if images else None
 
     def compose(self) -> ComposeResult:
@@ -183,7 +183,7 @@ class UserMessage(Static, MessageWidget, can_focus=True):
             yield self._preview
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Return the height of the text and of the images, which are docked below it."""
+        """Return the combined height of the text and the images docked below it."""
         if self._preview is None or not width:
             return super().get_content_height(container, viewport, width)
         text_rows = self.visual.get_height(self.styles.get_rules(), width)
@@ -191,7 +191,7 @@ class UserMessage(Static, MessageWidget, can_focus=True):
 
 
 class ReplyMessage(MessageWidget):
-    """Widget for a reply: its reasoning, which can be folded, its answer, and how it ended.
+    """Widget for a reply: its foldable reasoning, its answer, and how it ended.
 
     The answer is shown as Markdown. Its tokens can be coloured by their origin (draft or target).
 
@@ -271,7 +271,7 @@ class ReplyMessage(MessageWidget):
         self._show_end(Content("…"))
 
     def show_preparing(self, description: str, fraction: float) -> None:
-        """Show what happens before the first text, such as reading the prompt, and the completed fraction.
+        """Show the step before the first text, such as reading the prompt, and the completed fraction.
 
         Does nothing once text has appeared.
         """
@@ -414,7 +414,7 @@ class ReplyMessage(MessageWidget):
 
 
 def _coloured_thoughts(chunks: Sequence[TextChunk]) -> Content:
-    """Colour accepted draft tokens and the target's own tokens in reasoning differently."""
+    """Colour reasoning by token origin: accepted draft tokens or the target's own tokens."""
     shown = limited_chunks(chunks)
     runs = groupby(shown, key=lambda chunk: GUESSED_STYLE if chunk.accepted else OWN_STYLE)
     hidden = sum(len(chunk.text) for chunk in chunks[len(shown) :])
@@ -430,7 +430,7 @@ class Thoughts(Collapsible):
     """A model's reasoning, below a line that unfolds it with Enter, a click or F7. Hidden while it is empty.
 
     Attributes:
-        seconds: How long the model thought, in seconds. None if this was not measured.
+        seconds: Reasoning time in seconds, or None if it was not measured.
     """
 
     def __init__(self, seconds: float | None = None) -> None:

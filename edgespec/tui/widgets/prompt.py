@@ -41,10 +41,10 @@ from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, t
 __all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages"]
 
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
-"""The undo keys. They are the same as in a shell, because Ctrl+Z suspends the program. Most terminals send
+"""The undo keys, which are the same as in a shell because Ctrl+Z suspends the program. Most terminals send
 the same character for both.
 """
-# Maximum time in seconds to read the clipboard. Encoding an image of 40 megapixels takes several seconds.
+# Maximum time in seconds to read the clipboard. Encoding a 40-megapixel image takes several seconds.
 _MAX_CLIPBOARD_SECONDS = 20.0
 # Maximum number of sent messages in the history.
 _MAX_SENT_MESSAGES = 500
@@ -109,7 +109,7 @@ class PromptInput(TextArea):
     def _label_at(self, location: Location) -> tuple[int, int] | None:
         """Return the first and end columns of the label that encloses a location, or None."""
         row, column = location
-        # To delete to the end of the text, Textual passes a line number after the last line.
+        # To delete to the end of the text, Textual passes a line number past the last line.
         if row >= self.document.line_count:
             return None
         return self._pasted.label_at(self.document.get_line(row), column)
@@ -285,7 +285,7 @@ class History:
         self._unsent = ""
 
     def add(self, text: str) -> None:
-        """Append a sent message, and save it."""
+        """Append a sent message and save it."""
         if self._append(text) and self._saved is not None:
             self._saved.add(text)
 
@@ -299,7 +299,7 @@ class History:
         return new
 
     def seed(self, texts: Iterable[str]) -> None:
-        """Add the user messages of an opened chat to the input history."""
+        """Add an opened chat's user messages to the input history."""
         for text in texts:
             self._append(text)
 
@@ -321,7 +321,7 @@ class History:
 
 
 class WaitingMessages(Static):
-    """Messages that the user sent during a reply or while a model loaded. They are sent one after the other.
+    """Messages that the user sent during a reply or while a model loaded. They are sent one at a time.
 
     Attributes:
         texts: The messages, oldest first.
@@ -332,24 +332,24 @@ class WaitingMessages(Static):
         self.texts: list[str] = []
 
     def add(self, text: str) -> None:
-        """Add a message, to be sent after those that are already waiting."""
+        """Add a message to the end of the queue."""
         self.texts.append(text)
         self._show()
 
     def take(self, place: int) -> str:
-        """Remove a message and return it: the oldest one (0) or the newest one (-1)."""
+        """Remove and return the oldest message (0) or the newest one (-1)."""
         text = self.texts.pop(place)
         self._show()
         return text
 
     def take_texts(self) -> list[str]:
-        """Remove all messages and return them, oldest first."""
+        """Remove and return all messages, oldest first."""
         texts, self.texts = self.texts, []
         self._show()
         return texts
 
     def take_all(self) -> str:
-        """Remove all messages and return their text, joined with blank lines."""
+        """Remove all messages and return them joined with blank lines."""
         return "\n\n".join(self.take_texts())
 
     def _show(self) -> None:

@@ -30,7 +30,7 @@ GUESSED_STYLE, OWN_STYLE = "$success", "$warning"
 """Styles of words from accepted draft tokens, and of words from the model itself."""
 _COPY_MARK = " copy "
 _WORD = re.compile(r"\S+")
-# Maximum number of characters of markup, such as the address of a link, between two words, and between two
+# Maximum number of markup characters, such as those of a link's URL, between two words, and between two
 # letters of a word.
 _MAX_MARKUP, _MAX_INNER_MARKUP = 2000, 16
 
@@ -85,7 +85,7 @@ class ReplyMarkdown(Widget):
         self.append(text)
 
     def append(self, text: str) -> None:
-        """Append to the text. Only its last part, such as a paragraph or a list, is parsed again."""
+        """Append text, reparsing only the last part, such as a paragraph or a list."""
         width = self.size.width
         blocks, bottoms = self._blocks, self._bottoms_at(width)
         self._read(text)
@@ -97,7 +97,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def _same_rows(self, before: Sequence[Block], width: int) -> int:
-        """Return the number of rows at the top that look the same as in the previous blocks, `before`."""
+        """Return how many rows at the top look the same as in the previous blocks, `before`."""
         pairs = zip(before, self._blocks, strict=False)
         number = next((number for number, (old, new) in enumerate(pairs) if old is not new), len(before))
         top = self._bottoms_at(width)[number - 1] if number else 0
@@ -127,8 +127,8 @@ class ReplyMarkdown(Widget):
         super().notify_style_update()
 
     def on_unmount(self) -> None:
-        # Free the rows now, because a removed widget is freed only by the garbage collector, which is slower
-        # the more objects there are.
+        # Free the rows now, because only the garbage collector frees a removed widget, and it gets slower
+        # with every object.
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -164,7 +164,7 @@ class ReplyMarkdown(Widget):
         return "".join(parts), "\n"
 
     def _with_selection(self, strip: Strip, start: int, end: int) -> Strip:
-        """Return a strip in which the characters from `start` to `end` are selected. -1 means the end."""
+        """Return `strip` with characters `start` to `end` selected. If `end` is -1, select to the end."""
         text = strip.text
         left, right = (cell_len(text[:each]) for each in (start, len(text) if end == -1 else end))
         style = self.screen.get_component_rich_style("screen--selection")
@@ -237,8 +237,8 @@ class ReplyMarkdown(Widget):
 class OriginColours:
     """The origin of each character of a reply's Markdown text.
 
-    The parser does not report where in the text a word comes from, so each word is searched for, starting
-    after the preceding one. Because the search takes the first match, it never skips the right place for a
+    The parser does not report where in the text a word comes from, so each word is located by searching from
+    the end of the preceding one. The search takes the first match, so it never skips the right place for a
     later word. A word that also occurs in the markup before it can get the markup's colour.
 
     Args:

@@ -72,7 +72,7 @@ class Sidebar(ScrollView, can_focus=True):
         self._show_query()
 
     def show(self, chats: Sequence[StoredChat], *, current: str) -> None:
-        """Show `chats` and mark the one whose id is `current`. The highlighted chat stays highlighted."""
+        """Show `chats` and mark the one whose ID is `current`. The highlighted chat stays highlighted."""
         self._chats, self._open = chats, current
         chat = self.chat
         self._search()
@@ -98,7 +98,7 @@ class Sidebar(ScrollView, can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        # Always leave space for the scrollbar, so that the text does not move when it appears.
+        # Always reserve space for the scrollbar, so that the text does not move when the scrollbar appears.
         width = self.size.width - self.styles.scrollbar_size_vertical
         number, row = divmod(y + self.scroll_offset.y, _CHAT_ROWS)
         if not self.found:
@@ -154,7 +154,7 @@ class Sidebar(ScrollView, can_focus=True):
             self.post_message(self.Chosen(chat))
 
     def on_click(self, event: events.Click) -> None:
-        """Open the chat that is clicked."""
+        """Open the clicked chat."""
         place = event.get_content_offset(self)
         if place is not None and (number := (place.y + self.scroll_offset.y) // _CHAT_ROWS) < len(self.found):
             self.highlighted = number

@@ -50,11 +50,11 @@ _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. With more widgets, each layout
 # change takes longer.
 _MAX_PAGES = 3
-# Maximum number of messages that are added at once. Each message takes several milliseconds.
+# Maximum number of messages that are added at once. Adding a message takes several milliseconds.
 _PAGE_MESSAGES = 40
 # Maximum time in seconds to spend on drawing the messages that are added at once.
 _PAGE_SECONDS = 1.0
-# Rows of a message besides those of its text: the space above it and its padding. A low value was chosen,
+# Rows that a message takes up besides its text: the space above it and its padding. A low value was chosen,
 # because a page with too many messages is better than one that does not fill the view.
 _OTHER_ROWS = 1
 # Seconds between the removal of messages from the screen and a garbage collection. Widgets refer to each
@@ -101,7 +101,7 @@ class Transcript(VerticalScroll):
         # The message to hold in place while added messages are laid out, and its screen row.
         self._held: tuple[MessageWidget, int] | None = None
         self.origin = False
-        # Width of the view in the last layout, and the text at its top.
+        # Width of the view in the last layout, and the text at the top of the view.
         self._width = 0
         self._position = _TextPosition()
 
@@ -156,7 +156,7 @@ class Transcript(VerticalScroll):
         held = self.message_at(self._first)
         row = 0 if held is None else held.region.y
         self._first = start
-        # Without the batch, the screen would compute its layout again after each widget.
+        # Without the batch, the screen would be laid out again after each widget.
         with self.app.batch_update():
             await self._column.mount_all(widgets, after=self._earlier)
             end = min(self._end, self._pages(start, 1))
@@ -231,7 +231,7 @@ class Transcript(VerticalScroll):
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         """Lay out the messages. Scroll so that the held message, or else the text at the top, stays in place.
 
-        Scrolling after the layout would draw the screen twice, and show wrong messages for a moment.
+        Scrolling after the layout would draw the screen twice, and briefly show the wrong messages.
         """
         if optimal:
             return super().arrange(size, optimal)
@@ -356,7 +356,7 @@ class Transcript(VerticalScroll):
         self._refresh_more()
 
     def follow(self) -> None:
-        """Make the messages of the last turn selectable, after the turn has become part of the chat."""
+        """Make the last turn's messages selectable once the turn is part of the chat."""
         path = self._chat.tree.path
         self._end = len(path)
         for place, message in zip(path[self._first :], self._messages, strict=False):
@@ -512,7 +512,7 @@ class _TextPosition:
         """Remember the text in `row` of the last layout.
 
         If `found` has returned the same row, the user has not scrolled since then, so the remembered text is
-        kept. Otherwise, rounding would move it a little with each change of the width.
+        kept. Otherwise, rounding would shift it slightly with each width change.
         """
         if row == self._row:
             return

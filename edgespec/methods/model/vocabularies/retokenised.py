@@ -17,8 +17,8 @@ __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 # Number of preceding tokens to retokenize together with the drafted text, because tokens can merge across the
 # boundary.
 _CONTEXT_TOKENS = 8
-# If at most this many tokens are missing from the draft model's KV cache, they are processed as part of
-# drafting. If more are missing, they are prefilled separately.
+# If at most this many tokens are missing from the draft model's KV cache, process them as part of drafting.
+# Otherwise, prefill them separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
 # When text is appended, the last 64 to about 256 bytes before it are retokenized, because their tokens can
 # change.

@@ -44,7 +44,7 @@ class UserFiles:
 
     Attributes:
         texts: Tokens of each file, starting with the most recently modified file.
-        notice: User-facing summary of how many files and tokens are used, and why files were skipped.
+        notice: User-facing summary of how many files and tokens are used and why other files were skipped.
     """
 
     texts: tuple[TokenArray, ...]
