@@ -21,7 +21,7 @@ __all__ = ["Chat"]
 
 
 class _Stream(Protocol):
-    """The attributes of a reply stream that `Chat` uses."""
+    """The reply-stream attributes that `Chat` uses."""
 
     prompt_tokens: int
     dropped_messages: int
@@ -35,7 +35,7 @@ _StreamT_co = TypeVar("_StreamT_co", bound=_Stream, default=ReplyStream, covaria
 
 
 class _MessageRuntime(Protocol[_StreamT_co]):
-    """The methods of `Runtime` that `Chat` uses."""
+    """The `Runtime` methods that `Chat` uses."""
 
     def count_tokens(self, messages: Sequence[Message]) -> int: ...
 

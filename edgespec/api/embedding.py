@@ -61,7 +61,7 @@ def tokenize_texts(
     """Tokenize each text for an embedding model.
 
     Args:
-        texts: The texts, each as a string or as token ids.
+        texts: The texts, as strings or token ids.
         vocabulary: The model's tokenizer.
         facts: Properties of the model.
         context_tokens: Size of the context. One token is reserved for the EOS token, which some models

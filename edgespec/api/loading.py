@@ -108,8 +108,8 @@ def _load_pair(pair: ModelPair, request: LoadRequest, progress: Progress | None)
         load_options = with_projector(load_options, pair.target, request.projector)
         trial_notice = ""
         if not request.trust:
-            # If workers hold the target's layers, try loading only its metadata, because its weights may not
-            # fit in this machine's memory.
+            # If workers hold the target's layers, load only its metadata in the trial, because its weights
+            # may not fit in this machine's memory.
             trial = load_options if request.machines is None else replace(load_options, memory_bytes=0)
             pair, trial_notice = try_pair(pair, trial, progress)
         budget = budget_for(pair.backends, request.drafting.arguments)
@@ -206,7 +206,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
 
 
 def _unsaved_notice() -> str:
-    """Return a notice if measurements cannot be saved, in which case every start is as slow as the first."""
+    """Return a notice if measurements cannot be saved, which makes every start as slow as the first."""
     reason = unwritable_cache() or Facts().notice
     if not reason:
         return ""
@@ -217,7 +217,7 @@ def _unsaved_notice() -> str:
 
 
 def _unused_notice(target: Resolved) -> str:
-    """Return a notice about an Ollama model's settings that edgespec does not use."""
+    """Return a notice that lists which of an Ollama model's settings are ignored."""
     names = [name for name in target.unused if name != "template"]
     if not names:
         return ""

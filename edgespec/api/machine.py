@@ -1,4 +1,4 @@
-"""Collect the information about this machine and its backends for `edgespec doctor`."""
+"""Collect information about this machine and its backends for `edgespec doctor`."""
 
 from __future__ import annotations
 

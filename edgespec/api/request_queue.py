@@ -67,7 +67,7 @@ class RequestQueue(Replies["QueuedReply"]):
     def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
-        """Return a validated request. Its constraint is compiled now, because the request may wait."""
+        """Return a validated request. Compile its constraint now, so that errors surface before it waits."""
         request = self._runtime.checked_request(prompt, options, on_end)
         self._runtime.check_constraint(request)
         return request
@@ -210,7 +210,7 @@ class QueuedReply:
 
     @property
     def stream(self) -> ReplyStream | None:
-        """The reply's stream, which provides its statistics. None until the request starts."""
+        """The reply's stream, which provides its statistics, or None until the request starts."""
         return self._stream
 
     @property
@@ -270,8 +270,8 @@ class QueuedEmbeddings:
     """The embeddings of queued texts. Created by `RequestQueue`.
 
     Attributes:
-        future: A future for the embeddings, for programs that use asyncio. It cannot be cancelled
-            itself. Use `cancel` instead.
+        future: Future for the embeddings, for use with asyncio. It cannot be cancelled directly, so use
+            `cancel` instead.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Requests for replies, which consist of a prompt and validated options."""
+"""Reply requests, which consist of a prompt and validated options."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def heads(self) -> tuple[LoadedHead, ...]:
-        """The heads that draft for the target. Empty if there are none."""
+        """The heads that draft for the target, if any."""
         return tuple(self._session.drafters.heads)
 
     @property
@@ -193,7 +193,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def why_no_template(self) -> str:
-        """Why the model cannot reply to messages, and what to do. Empty if the model has a chat template."""
+        """Why the model cannot reply to messages and what to do, or empty if it has a chat template."""
         return "" if self.template else str(self._prompts.no_template())
 
     @property
@@ -250,8 +250,8 @@ class Runtime(Replies[ReplyStream]):
                 `load`.
 
         Returns:
-            `method`, `acceptance`, `max_tokens` and `draft_length`, which is 0 if the method drafts
-            nothing. Also the sampling settings that are recommended for the target, such as `temperature`.
+            `method`, `acceptance`, `max_tokens`, `draft_length` (0 if the method drafts nothing), and the
+            sampling settings recommended for the target, such as `temperature`.
 
         Raises:
             OptionError: The method is unknown or unavailable.
@@ -347,7 +347,7 @@ class Runtime(Replies[ReplyStream]):
         return stream
 
     def _answer_rule(self, tools: ToolSet, constraint: Constraint) -> AnswerRule:
-        """Return the constraint on the answer, for a reply that can also be a tool call.
+        """Return the answer constraint for a reply that may be a tool call instead.
 
         Raises OptionError if the constraint is invalid, or if the reply must be a tool call.
         """
@@ -483,7 +483,7 @@ class Runtime(Replies[ReplyStream]):
                 text_may_precede=calls_tool,
             )
             processors = (constraint, *processors)
-        # A constraint applies only to the answer, and so do stop strings if there is a constraint.
+        # With a constraint, stop strings apply only to the answer, as the constraint itself does.
         splits = constraint is not None or not whole_text
         searches = stop_searches(
             settings.stop,
@@ -534,7 +534,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def thread_seconds(self) -> Mapping[int, float]:
-        """Duration of a target step in seconds, for each number of CPU threads that was tested."""
+        """Duration of a target step in seconds, for each CPU thread count that was tested."""
         return self._costs.thread_seconds
 
     @property
@@ -574,14 +574,14 @@ class Runtime(Replies[ReplyStream]):
         truncate: bool = False,
         progress: Progress | None = None,
     ) -> list[Embedding]:
-        """Return the embedding of each text, a vector that represents its meaning, for uses such as search.
+        """Return an embedding for each text: a vector that represents its meaning, for example for search.
 
-        Models trained for embeddings, such as Qwen3-Embedding, give good vectors. Other models give the
-        mean over all tokens, which is less useful. Only GGUF models can embed texts. Like a reply,
-        embedding occupies a session.
+        Models trained for embeddings, such as Qwen3-Embedding, give good vectors. For other models, the
+        vectors are averages over all tokens, which are less useful. Only GGUF models can embed texts. Like a
+        reply, embedding occupies a session.
 
         Args:
-            texts: The texts, each as a string or as token ids.
+            texts: The texts, as strings or token ids.
             truncate: Whether to drop the end of texts that do not fit in the context.
             progress: Called as the texts are processed. Returning False cancels the call.
 
@@ -627,8 +627,8 @@ class Runtime(Replies[ReplyStream]):
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
 
-        The cache is also saved when the runtime is idle and when it is closed. Failing to save it raises no
-        error, because an unsaved prompt is simply processed again.
+        The cache is also saved when the runtime is idle and when it is closed. A failed save raises no error,
+        because unsaved prompts are simply processed again.
         """
         for session in self._sessions.sessions:
             session.save_prefix_cache()

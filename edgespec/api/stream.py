@@ -68,7 +68,7 @@ class ReplyStream:
         syntax: CallSyntax | None = None,
         stop_searches: Sequence[StopSearch | CallLimit] = (),
     ) -> None:
-        # Once the reply has started, this is replaced by the session that generates it.
+        # Replaced by the reply's own session once the reply has started.
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)

@@ -16,7 +16,7 @@ def attach(prompt: str, *paths: str | Path) -> str:
 
     Args:
         prompt: The instructions for the model.
-        *paths: Files, folders, or patterns such as `src/**/*.py`. `~` is the home folder. In folders,
+        *paths: Files, folders, or patterns such as `src/**/*.py`. `~` is the home directory. In folders,
             files that Git ignores and files without text are skipped. The text of PDF files is extracted.
 
     Raises:

@@ -21,8 +21,8 @@ from edgespec.system.files import (
 __all__ = ["clipboard_files", "delete_pasted_images"]
 
 _FOLDER_NAME = "pasted-images"
-# Number of pasted images to keep. Saved chats contain their images, so the files are needed only for messages
-# that the user resends or edits.
+# Number of pasted images to keep. Their files are needed only for messages that the user resends or edits,
+# because saved chats contain their images.
 _MAX_IMAGES = 100
 # Pillow image modes that PNG supports.
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
@@ -32,7 +32,7 @@ def clipboard_files(folder: Path) -> list[str]:
     """Save the image in the clipboard as a PNG file, and return its path.
 
     Args:
-        folder: Parent of the folder for pasted images. Except in tests, this is the user's data folder.
+        folder: Parent of the folder for pasted images, normally the user's data folder.
 
     Returns:
         A list with the path of the saved image, or with the paths of the files if the clipboard contains

@@ -27,7 +27,7 @@ _WILDCARDS = re.compile(r"[*?\[]")
 # about a second.
 _MAX_LISTED_FILES = 100_000
 _MAX_LISTING_SECONDS = 10.0
-# Folders of generated files. Outside Git repositories, these and hidden folders are skipped.
+# Folders of generated files. Outside Git repositories, these folders and hidden ones are skipped.
 _GENERATED = ("__pycache__", "node_modules")
 # Disable `core.fsmonitor`, because a repository's settings can make Git run any program as its file system
 # monitor.
@@ -128,7 +128,7 @@ def _skip_stars(matched: set[int], pattern: Sequence[str]) -> set[int]:
 
 
 def shown_path(path: Path) -> str:
-    """Return the path as shown to users and models: relative to the current or home folder if possible."""
+    """Return the path as shown to users and models: relative to the current or home directory if possible."""
     try:
         absolute, working = PurePath(os.path.abspath(path)), os.getcwd()
     except OSError:

@@ -20,7 +20,7 @@ _MAX_PAGES = 2_000
 
 
 def main() -> None:
-    """Extract the text of the file on stdin."""
+    """Extract the text of the PDF file on stdin."""
     _set_limits()
     try:
         text, problem = _extracted(sys.stdin.buffer.read())

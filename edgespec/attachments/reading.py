@@ -31,7 +31,7 @@ __all__ = ["ImageSource", "ReadFiles", "as_image", "read_files"]
 _MAX_BYTES = 16 << 20
 _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
-# Timeout in seconds for reading a file, or all files in a folder. Hostile PDF files can take this long.
+# Timeout in seconds for reading a file or all files in a folder. Malicious PDF files can take this long.
 _MAX_SECONDS = 60.0
 # Number of bytes at the start of a file that are checked to identify its type. The size was chosen to allow
 # for data before a PDF file's marker.
@@ -73,7 +73,7 @@ def read_files(path: str) -> ReadFiles:
 
     Raises:
         AttachmentError: The file is missing, unreadable, too large, or contains neither text nor an image; or
-            none of several files can be attached, or reading them takes too long.
+            none of several files can be attached, or reading the files takes too long.
     """
     paths = find_files(path)
     if len(paths) == 1:
@@ -170,7 +170,7 @@ def _content(path: Path, name: str, limit_of: Callable[[bytes], int]) -> tuple[b
     """Return a file's contents, up to one byte beyond its size limit, and its size in bytes.
 
     Args:
-        path: The file.
+        path: The file to read.
         name: Its name in error messages.
         limit_of: Returns the size limit in bytes, given the first bytes of the file.
 

@@ -231,7 +231,7 @@ def _llama_cpp_build() -> str:
 def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     from edgespec.backends.llamacpp.loading import repacks_weights
 
-    # If `path` is a folder, it contains a model that was split for early exit.
+    # A folder contains a model that was split for early exit.
     if path.is_dir() or options.streamed_layers:
         return False
     return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers, options.experts)
@@ -249,7 +249,7 @@ def _mlx_build() -> str:
     return build_identity()
 
 
-# Bits per weight, including scales, for each quantisation type that is benchmarked.
+# Bits per weight, including scales, for each benchmarked quantisation type.
 _BITS_PER_WEIGHT = {
     "F16": 16, "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q4_0": 4.5, "Q3_K": 3.4375,
     "Q2_K": 2.625,

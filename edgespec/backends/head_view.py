@@ -39,9 +39,8 @@ _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
 )
-# Heads count as equally accurate if their counts of correct predictions differ by at most this much. Heads
-# with random weights differ by 1 or 2, whereas a head that reads the wrong inputs gets most predictions
-# wrong.
+# Two heads are tied if their numbers of correct predictions differ by at most this much. Heads with random
+# weights differ by 1 or 2, whereas a head that reads the wrong inputs gets most predictions wrong.
 _TIE_TOKENS = 2
 # Maximum number of trial tokens, and number of tokens between comparisons. Both are small because, on a CPU,
 # products with the heads' output matrices dominate the running time.
@@ -159,7 +158,7 @@ class HeadView(SelfDraftView[M]):
     Subclasses set `facts` and implement `_run_tree`, and `_append` if the head has a KV cache.
 
     Args:
-        target: The target.
+        target: The model to draft for.
         log: The log of the target's hidden states. Closed together with the view.
         release: Called when the view is closed.
         cells: The head's KV cache, or None if it has none.
@@ -393,7 +392,7 @@ def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[i
     """Count how many of the target's top tokens the head predicts.
 
     Args:
-        head: The head, which must have processed tokens only in earlier calls.
+        head: The head. Its cache must be empty or hold only tokens from earlier calls.
         tokens: The tokens that the target has processed.
         best: The target's top token after each of the last `len(best)` tokens.
     """

@@ -75,7 +75,7 @@ class PrefixLayer:
     Args:
         weights: The layer's weights.
         shape: The layer's settings.
-        loader: Reads the weights.
+        loader: Loads the weights.
 
     Raises:
         ModelFileError: The weights cannot be read, or contain infinite values or NaN.
@@ -173,7 +173,7 @@ class ResidualHeadTarget:
     """The parts of a target that Medusa and Hydra heads use.
 
     Attributes:
-        model: The target.
+        model: The model that the heads draft for.
         memory_bytes: Memory limit in bytes for the target, its KV cache and its heads. None if unlimited.
         layers: Number of layers in the target.
         attention: Settings of the target's attention layers, which Hydra++ heads also use.
@@ -238,7 +238,7 @@ class LoadedResidualHeads:
     """The weights of Medusa or Hydra heads, shared by the views of all replies.
 
     Args:
-        target: The target.
+        target: The model that the heads draft for.
         heads: The heads' layout.
         path: Path of the heads, for error messages.
         state: The hidden state that the heads read, numbered as in `HiddenStateSource`.
@@ -371,7 +371,7 @@ class ResidualHeadView(HeadView[BaseModel]):
     cache, which has no entries for drafted tokens because their hidden states are not known yet.
 
     Args:
-        target: The target.
+        target: The model that the heads draft for.
         log: The log of the target's hidden states. See `HeadView`.
         release: Called when the view is closed.
         facts: Properties of the heads.

@@ -23,14 +23,14 @@ WARM_UP_TOKENS = 8
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
 # has changed. The number was chosen to keep the check short.
 CHECK_TOKENS = 32
-# Maximum absolute value of `Race.drift` in a fair race, chosen by judgement. A larger change makes the result
+# Maximum absolute value of `Race.drift` in a fair race, chosen by judgement. A larger drift makes the result
 # unreliable.
 MAX_DRIFT = 0.2
 # Speeds that differ by less than this fraction count as equal. The threshold was chosen because a single race
 # cannot resolve smaller differences.
 EQUAL_SPEEDS = 0.03
-# A speed-up that exceeds the tokens per target pass by more than this factor cannot come from drafting. The
-# factor was chosen to allow for noise.
+# A speed-up that exceeds the number of tokens per target pass by more than this factor cannot come from
+# drafting. The factor was chosen to allow for noise.
 MAX_PASS_RATIO = 1.15
 
 # Minimum speed-up for `tune` to recommend a method. The threshold was chosen because a smaller speed-up could

@@ -82,7 +82,7 @@ def oracle(fixed: Sequence[Ratios]) -> float:
     This is an upper bound, because the best method is chosen in hindsight.
 
     Args:
-        fixed: The speed-ups of each fixed method, for the same prompts in the same order.
+        fixed: The speed-ups of each fixed method, with the same prompts in the same order.
     """
     best = [max(typical(each) for each in prompt) for prompt in zip(*fixed, strict=True)]
     return float(np.exp(np.mean(np.log(best))))
@@ -345,7 +345,7 @@ class BenchReport:
     """The results of a benchmark run and the settings used to measure them.
 
     Attributes:
-        planned: Number of planned replies. `rows` contains those that were measured.
+        planned: Number of planned replies. `rows` contains the measured ones.
         ending: Why the run ended.
         error: The error message, if the run failed.
         curve: Measured duration of verify passes, by number of tokens in the pass.

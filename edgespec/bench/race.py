@@ -175,7 +175,7 @@ class Race:
         return f"{result}: {speeds}. {self._explanation(words)}"
 
     def _explanation(self, words: Wording) -> str:
-        """Explain in full sentences why drafting was not faster than plain decoding."""
+        """Explain in complete sentences why drafting was not faster than plain decoding."""
         reply = self.other.reply
         stats, limits = reply.stats, reply.method.loss_limits
         text = (
@@ -253,9 +253,9 @@ def run_race(
 ) -> Race:
     """Generate a reply with plain decoding and then one with `method`, and measure both.
 
-    The replies are generated one after the other, so that they do not slow each other down. Before the
-    race, each method generates a few tokens to warm up and to put the prompt into the cache. After the
-    race, plain decoding generates its first tokens again, to detect a change in the machine's speed.
+    The replies are generated one after the other, so that they do not slow each other down. Before the race,
+    each method generates a few tokens to warm up and to cache the prompt. After the race, plain decoding
+    generates its first tokens again, to detect a change in the machine's speed.
 
     Args:
         start: Starts a reply to the prompt with the given options, such as `Chat.regenerate`.
@@ -293,7 +293,7 @@ def _drift(before_seconds: float, after_seconds: float) -> float | None:
 
 
 class _Runner:
-    """Generates the replies of a race and reports progress to the caller."""
+    """Generates the replies of a race, reporting progress to the caller."""
 
     def __init__(self, start: StartReply, options: dict[str, Any], progress: Progress) -> None:
         self.options = options

@@ -24,7 +24,7 @@ _SPEED_SECONDS = 0.25
 _ACCEPTED, _OWN, _FAINT, _BOLD = "32", "33", "2", "1"
 _LEGEND = ((_ACCEPTED, "accepted guesses"), (_OWN, "written by the model itself"))
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-# Character width, line height and margin of the SVG picture, in pixels.
+# Character width, line height and margin of the SVG image, in pixels.
 _CELL_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 20
 
 
@@ -57,7 +57,7 @@ class Picture:
     Lines are wrapped as in the finished text, so that words do not move while the text appears.
 
     Args:
-        race: The race.
+        race: The race to draw.
         prompt: The prompt, shown above the replies.
         columns: Width in cells.
         max_rows: Maximum number of rows for the replies. Further rows are not shown.

@@ -225,7 +225,7 @@ def run(
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
-        max_seconds: Time in seconds after which no new reply is started, or None for no limit.
+        max_seconds: Time limit in seconds, after which no new reply is started. None means no limit.
         progress: Called with a description and the fraction of the replies that are finished. Returning
             False cancels the run.
 

@@ -112,7 +112,7 @@ def tune(
     that a gradual slowdown of the machine affects all methods equally.
 
     Args:
-        runtime: Loaded models.
+        runtime: The loaded models to measure.
         prompts: Prompts to answer with every method.
         max_tokens: Maximum reply length in tokens.
         progress: Called with a description and the completed fraction. Returning False cancels tuning.

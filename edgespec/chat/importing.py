@@ -28,7 +28,7 @@ _PART_CHARACTERS = 1 << 20
 
 
 class ItemTooLargeError(Exception):
-    """Raised when an item of the list is longer than allowed."""
+    """Raised when an item in the list exceeds the maximum length."""
 
 
 def json_items(stream: TextIO, max_characters: int) -> Iterator[Any]:
@@ -124,7 +124,7 @@ _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assist
 class _Node:
     """A message from another program.
 
-    `message` is None if the message cannot be imported, even if its replies can.
+    `message` is None if the message itself cannot be imported. Its replies may still be.
     """
 
     parent: object
@@ -202,7 +202,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
         return
-    # Decompress the whole file first, because errors in a compressed file appear only during reading.
+    # Decompress the whole file up front, because a damaged archive raises errors only while it is being read.
     with tempfile.TemporaryFile() as unpacked:
         _unpack(path, unpacked)
         unpacked.seek(0)
@@ -261,7 +261,7 @@ def _tree(nodes: Mapping[object, _Node], tip: object) -> MessageTree[Message]:
     parents: list[int | None] = []
     places: dict[object, int | None] = {}
     for key in nodes:
-        # Add the ancestors of this message first, stopping if they form a cycle.
+        # Add the ancestors of this message first. Stop if they form a cycle.
         waiting: dict[object, None] = {}
         while key in nodes and key not in places and key not in waiting:
             waiting[key] = None

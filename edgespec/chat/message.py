@@ -87,7 +87,7 @@ class Message:
         """The whole text of the message, including any reasoning and its markers."""
         before, after = self.markers
         if self.reasoning and not before:
-            # A reply without an answer was cut off while the model was reasoning.
+            # A reply without an answer was cut off during its reasoning.
             before, after = _DEFAULT_MARKERS if self.content else (_DEFAULT_MARKERS[0], "")
         return before + self.reasoning + after + self.content
 

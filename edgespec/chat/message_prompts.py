@@ -42,7 +42,8 @@ class MessagePrompts:
         vocabulary: The model's tokenizer.
         template: The model's chat template. If None, all methods except `close` raise TemplateError.
         cached_prefixes: Returns the token sequences in the prefix cache.
-        other_template: Whether Ollama has its own template for the model, which edgespec cannot use.
+        other_template: Whether Ollama has its own template for the model, in a format that edgespec
+            cannot use.
         model_name: The model's name, for error messages.
         prepare_image: Returns the tokens of an image. See `LanguageModel.prepare_image`.
     """
@@ -84,7 +85,7 @@ class MessagePrompts:
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             tools: The tools that the model can call.
-            settings: The chat template's other inputs, including the same tools.
+            settings: The chat template's other inputs, including the definitions of `tools`.
             reply_start: Text that the reply begins with.
             progress: Called repeatedly. Returning False cancels the call.
             answer: The constraint on the answer, for requests with tools.

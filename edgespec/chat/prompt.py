@@ -47,7 +47,7 @@ def build_single_prompt(
 
     Args:
         vocabulary: The target's tokenizer.
-        template: The chat template. None continues the message verbatim.
+        template: The chat template. If None, the message is continued verbatim.
         message: The user's message.
         system: The system prompt, which requires a template.
         context_tokens: Size of the context.
@@ -364,7 +364,7 @@ class PromptBuilder:
         Reasoning is not counted, because most templates drop it.
         """
         content = "\n".join(filter(None, message.prompt_texts))
-        # Skip tokenizing a message that is bound to exceed the context.
+        # Do not tokenize a message that is certain to exceed the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count

@@ -21,7 +21,7 @@ _FILE_NAME = "prompt-history.jsonl"
 _MAX_PROMPTS = 500
 # Maximum length of a saved prompt in characters. Longer prompts are mostly pasted text.
 _MAX_CHARACTERS = 10_000
-# Maximum size of the file in bytes. If it is larger when it is read, the oldest prompts are removed.
+# Maximum size of the file in bytes. When a larger file is read, the oldest prompts are removed from it.
 _MAX_BYTES = 1 << 20
 _MAX_READ_BYTES = 64 << 20
 

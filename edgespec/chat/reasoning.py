@@ -43,7 +43,7 @@ REASONING_MARKERS: Mapping[str, str] = MappingProxyType(
         "<|channel|>final<|message|>": "",
     }
 )
-# Minimum length in characters of an incomplete marker that is removed from the end of a truncated reply. A
+# Minimum length in characters for an incomplete marker to be removed from the end of a truncated reply. A
 # single character, such as `<`, is probably text.
 MIN_CUT_CHARACTERS = 2
 # Parts of reasoning markers, such as `[THINK]` and `<|channel|>`.
@@ -123,7 +123,7 @@ class ReasoningSplitter:
 
     Args:
         reply_start: Text at the end of the prompt that already belongs to the reply.
-        ends: Additional strings that end the reasoning. They belong to the answer.
+        ends: Additional strings that end the reasoning. They become part of the answer.
     """
 
     def __init__(self, reply_start: str = "", ends: tuple[str, ...] = ()) -> None:

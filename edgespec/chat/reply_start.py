@@ -59,7 +59,8 @@ def fitted_to_prompt(text: str, prompt: str, template: str) -> str:
         return _with_own_reasoning(text, leading, opening, template)
     if opening:
         close = REASONING_MARKERS[opening.strip()]
-        # If the prompt already contains the opening marker, the reply may omit it.
+        # The prompt has already opened the reasoning. If the text does not close it, the text is an answer,
+        # so close the reasoning first.
         return text if close in text else _closing(opening) + text
     if leading:
         return text

@@ -32,8 +32,8 @@ class ReleasedText(NamedTuple):
 
     Attributes:
         text: The text.
-        tokens: Number of tokens so far that definitely belong to the reply's text. Tokens of a stop string
-            never do.
+        tokens: Number of further tokens that are now known to belong to the reply's text. Tokens of a stop
+            string never do.
         cut_bytes: Number of trailing bytes of the last of these tokens that belong to the stop string.
     """
 
@@ -123,7 +123,7 @@ class ReplyText:
         """
         count, cut, end = 0, 0, self._released_length
         if not self._searches:
-            # Without a search, an incomplete character belongs to the text as well.
+            # If nothing is searched for, an incomplete character at the end counts as text, too.
             end += 1
         while self._undecided and self._undecided[0][1] <= end:
             self._undecided.popleft()
@@ -149,7 +149,7 @@ class ReplyText:
         for search in self._searches:
             search.feed(text)
         rest = self._release([search.finish() for search in self._searches])
-        # Without a stop string, all tokens belong to the text.
+        # Without a stop string, all remaining tokens belong to the text.
         tokens = rest.tokens + len(self._undecided)
         self._undecided.clear()
         return rest._replace(tokens=tokens)
@@ -164,8 +164,8 @@ class StopSearch:
         stop: The stop strings.
         splitter: Separates the answer from reasoning and tool calls, which are not searched. If None, the
             whole text is searched.
-        may_end: Returns whether the constraint allows the reply to end after an answer. Where it does not, a
-            stop string is treated as part of the answer.
+        may_end: Returns whether the constraint allows the reply to end after the given answer. If not, a stop
+            string is treated as part of the answer.
 
     Attributes:
         found: The stop string that ends the reply, or None.

@@ -320,7 +320,7 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
 
 
 def _best_line(chat: StoredChat, words: Sequence[str]) -> str:
-    """Return the line that contains the most of `words`, starting shortly before the first match."""
+    """Return the line that contains the most of `words`, trimmed to start shortly before the first match."""
     lines = chat.folded_text.splitlines()
     with_all = (number for number, line in enumerate(lines) if all(word in line for word in words))
     number = next(with_all, -1)

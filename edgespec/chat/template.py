@@ -162,7 +162,7 @@ class ChatTemplate:
     def _rejection(self, reason: str, progress: Progress | None) -> TemplateError:
         """Return the error for rejected messages.
 
-        Probes show whether the template rejects every chat or only this one, which determines the advice.
+        The advice depends on whether the template rejects every chat or only this one, so probe it first.
         """
         form = self._content_form("user", progress) or "text"
         # Some templates require a system prompt.
@@ -191,7 +191,7 @@ class ChatTemplate:
             for form in CONTENT_FORMS:
                 forms = [form if each == kind else others for each in kinds]
                 reply = self._try(PROBES[kind], forms, progress, DEFAULT_SETTINGS)
-                # Some templates change the case of the text or print a list of parts as Python's repr.
+                # Some templates change the case of the text, or print a list of parts with Python's `repr`.
                 prompt = reply.get("text", "").casefold()
                 if PROBE_TEXT in prompt and f"'text': '{PROBE_TEXT}'" not in prompt:
                     found = form

@@ -1,7 +1,7 @@
 """Quirks of chat templates, and changes that adapt conversations to them.
 
-Publishers write chat templates freely, so templates differ in the conversations that they accept. This
-module handles all such differences:
+Publishers write their own chat templates, which differ in the conversations that they accept. This module
+handles all such differences:
 
 - `CONTENT_FORMS`: the formats in which templates expect the text of a message. A probe finds out which one a
   template needs for each kind of message, because some templates omit the text without an error.
@@ -47,7 +47,7 @@ CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 )
 """Message content formats, keyed by name. The first one that makes the text appear in the prompt is used."""
 
-# A word that no template contains. Templates change at most its case.
+# A word that no template contains. A template may change its case, but nothing else.
 PROBE_TEXT = "qzprobetextzq"
 
 _INSTRUCTIONS = """\
@@ -74,7 +74,7 @@ PROBES: Mapping[str, Sequence[Message]] = MappingProxyType(
         ],
     }
 )
-"""Maps each kind of message to a conversation in which one such message has the text `PROBE_TEXT`."""
+"""Maps each kind of message to a conversation in which a message of that kind has the text `PROBE_TEXT`."""
 
 
 def kinds_of(messages: Sequence[Message]) -> list[str]:

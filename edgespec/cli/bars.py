@@ -34,7 +34,7 @@ _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
 _POOLS = {"memory": "memory", "gpu": "GPU memory"}
-# Maps parts of internal memory item names to the text shown instead.
+# Maps terms in the internal names of memory items to the terms shown to the user.
 _SHOWN_TERMS = {
     "target ": "model ",
     "draft ": "draft model ",
@@ -48,7 +48,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
 
     Args:
         preview: The planned load.
-        requested_context_tokens: The context length that the user asked for. None for the default.
+        requested_context_tokens: The requested context length, or None for the default.
     """
     plan = preview.plan
     parts: list[RenderableType] = [
@@ -119,7 +119,7 @@ def _about_context(preview: Preview, requested_tokens: int | None) -> str:
 
 
 def _line(words: str, style: str = "") -> Text:
-    """Return a line of text, stripped of control characters from model names."""
+    """Return a line of text without control characters, which a model's name may contain."""
     return Text(line_of(words), style)
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _PIPE_COLUMNS = 100
-# Minimum speed-up that counts as clearly faster. This value was chosen because smaller speed-ups could be
-# measurement noise.
+# Minimum speed-up for a method to count as clearly faster. This value was chosen because smaller speed-ups
+# could be measurement noise.
 _MIN_SPEED_UP = 1.03
 _LEGEND = """\
 SPEED-UP      how many times as fast as without the speed-up, not counting the time to read the prompt

@@ -1,4 +1,4 @@
-"""`edgespec chat`: the chat in the terminal."""
+"""`edgespec chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _is_here(reference: str) -> bool:
 
 
 def _lasting(reference: str) -> str:
-    """Return the reference, with a path made absolute so that it is valid in any folder."""
+    """Return the reference, made absolute if it is a path, so that it is valid in any folder."""
     path = Path(reference)
     return str(path.resolve()) if path.exists() else reference
 

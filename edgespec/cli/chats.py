@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# Maximum length of a matching line in the table of `search`, in characters.
+# Maximum length, in characters, of a matching line in the table that `search` prints.
 _MAX_LINE = 80
 
 
@@ -43,7 +43,7 @@ class _Chats(HelpfulGroup):
 def command() -> None:
     """List, search, show, export, import and delete the chats that `edgespec chat` saved.
 
-    CHAT is the ID of a chat, a part of its title, or last for the newest chat. If several titles match, the
+    CHAT is the ID of a chat, a part of its title, or `last` for the newest chat. If several titles match, the
     newest matching chat is used. To continue a chat, run `edgespec chat --resume CHAT`.
     """
 

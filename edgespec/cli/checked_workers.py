@@ -60,7 +60,7 @@ class CheckedWorker:
     def memory_for(self, library: Library) -> int:
         """Return the memory in bytes that a target may use on this worker, or 0 if the worker cannot run it.
 
-        `library` is the library that runs the target, with its version on this machine.
+        `library` identifies the library that runs the target and its version on this machine.
         """
         if self.status is None:
             return 0

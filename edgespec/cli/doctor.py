@@ -33,7 +33,7 @@ _REPLY_TOKENS = 16
 # faster than this, and SmolLM2 is twice as fast.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
-# What to install before compiling llama.cpp for each kind of GPU.
+# Packages to install before compiling llama.cpp, keyed by kind of GPU.
 _GPU_PACKAGES = {
     "cuda": "the CUDA toolkit (Debian, Ubuntu: apt install nvidia-cuda-toolkit)",
     "vulkan": "Vulkan's headers and compiler (Debian, Ubuntu: apt install libvulkan-dev spirv-headers glslc)",

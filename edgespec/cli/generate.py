@@ -1,6 +1,6 @@
 """`edgespec generate`: answer one prompt and exit.
 
-Reading stdin does not hang if a pipe stays silent.
+Reading stdin does not hang on a pipe that stays silent.
 """
 
 from __future__ import annotations

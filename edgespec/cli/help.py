@@ -1,4 +1,4 @@
-"""Command names, and help with examples and titled option groups.
+"""Command names, and help output with examples and titled option groups.
 
 Each command's module is imported on first use. Errors about unknown commands suggest the nearest names.
 """
@@ -54,8 +54,8 @@ COMMANDS = (
 # Aliases of commands. `run` is Ollama's name for its chat.
 ALIASES = {"run": "chat"}
 
-# Ollama's commands, and the edgespec commands to suggest instead. MODEL is replaced by the next word that the
-# user typed.
+# Maps Ollama's commands to the edgespec commands to suggest instead. MODEL is replaced by the next word that
+# the user typed.
 OLLAMA_COMMANDS = {
     "list": "models list",
     "ls": "models list",
@@ -65,7 +65,7 @@ OLLAMA_COMMANDS = {
     "cp": "models alias",
     "help": "--help",
 }
-# Ollama commands without an edgespec equivalent, and the hint to show for them.
+# Maps Ollama commands without an edgespec equivalent to the hint to show for them.
 MISSING_COMMANDS = dict.fromkeys(
     ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
 )
@@ -152,10 +152,10 @@ class HelpfulGroup(_Helpful, click.Group):
     """A group of commands. Its help shows examples, and lists commands before options."""
 
     command_class = HelpfulCommand
-    # Other programs' commands, and the edgespec commands to suggest instead. MODEL is replaced by the next
+    # Maps other programs' commands to the edgespec commands to suggest instead. MODEL is replaced by the next
     # argument.
     foreign_commands: Mapping[str, str] = {}
-    # Other programs' commands without an edgespec equivalent, and the hint to show for them.
+    # Maps other programs' commands without an edgespec equivalent to the hint to show for them.
     missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:

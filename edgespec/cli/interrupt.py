@@ -73,7 +73,8 @@ class _WorkerThread:
         while True:
             call = self._calls.get()
             call()
-            # Drop the reference, so that the call's models are freed while waiting for the next call.
+            # Drop the reference, so that the call's models can be freed while the thread waits for the next
+            # call.
             del call
 
 

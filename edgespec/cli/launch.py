@@ -1,6 +1,6 @@
 """`edgespec launch`: configure a program to use a running `edgespec serve`.
 
-`CLIENTS` lists the programs that it can configure, with their configurations.
+`CLIENTS` holds the supported programs and their configurations.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class _Client:
 
 
 def _in_home(name: str, variable: str = "", default: str = "") -> Callable[[], Path]:
-    """Return a function that returns a path in the folder given by `variable`, or in the home folder."""
+    """Return a function that returns a path in the folder set by the environment variable `variable`.
+
+    If the variable is not set, the path is in the home directory.
+    """
 
     def path() -> Path:
         if variable and (folder := os.environ.get(variable)):

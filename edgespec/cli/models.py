@@ -216,7 +216,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
 
 
 def _speed(model: AvailableModel | None) -> SpeedPrediction | None:
-    """Return a model's expected speed, or None if it is a toy or cannot run on this machine."""
+    """Return a model's expected speed, or None if it is a bundled demo model or cannot run here."""
     if model is None or not model.can_run or model.place == "embedded":
         return None
     return model.speed

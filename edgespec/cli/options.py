@@ -290,7 +290,8 @@ def _complete_preset(_ctx: click.Context, _param: click.Parameter, typed: str) -
     return [CompletionItem(name) for name in preset_names() if name.startswith(typed)]
 
 
-# The option is eager so that click processes it first. The preset changes the defaults of other options.
+# Make the option eager so that click processes it first, because the preset changes the defaults of other
+# options.
 preset_option: Decorator = click.option(
     "--preset", metavar="NAME", is_eager=True, expose_value=False, callback=_use_preset,
     shell_complete=_complete_preset,

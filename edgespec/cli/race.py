@@ -36,10 +36,10 @@ __all__ = ["command"]
 # Reply options that `race` omits, because it cannot show their results.
 _UNUSED = ("logprobs",)
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
-# Minimum width of the terminal in columns. In a narrower one, two columns would be unreadable, so only the
-# result is printed.
+# Minimum terminal width in columns. In a narrower terminal, two replies side by side would be unreadable, so
+# only the result is printed.
 _MIN_COLUMNS = 40
-# Number of terminal rows for the prompt, the headings and the result. The replies get the remaining rows.
+# Number of terminal rows reserved for the prompt, the headings and the result. The replies get the rest.
 _OTHER_ROWS = 14
 
 

@@ -94,7 +94,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], optional: S
     """Print a table, wrapped to the terminal width. Piped output is not wrapped.
 
     Args:
-        heads: The headings of the columns.
+        heads: Column headings.
         rows: The cells of each row.
         optional: Headings of columns to omit if the terminal is too narrow, least useful first.
     """

@@ -164,7 +164,7 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any], chosen: bool) -> 
             click.echo("Press Ctrl-C to stop.")
         sys.stdout.flush()
 
-    # Stopping the server is not a failure, even before it is ready.
+    # A stop request is not a failure, even if it arrives before the server is ready.
     with _log_on_stderr(), suppress(CancelledError):
         server.run(on_ready)
 
@@ -178,7 +178,7 @@ class _Printable(logging.Formatter):
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    """Write the server's log to stderr only, until the `with` block ends."""
+    """Send the server's log to stderr only, until the `with` block ends."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(message)s", "%H:%M:%S"))
     log = logging.getLogger("edgespec.server")
@@ -239,7 +239,7 @@ def _serve_chat(stop: Stop, words: Sequence[str], port: int, key: str | None, *,
             print_json({"chat_url": server.address})
         else:
             click.echo(f"Open this address in a browser on this machine: {server.address}")
-            # On Windows, programs cannot share a model (`api/sharing/sockets.py`).
+            # On Windows, programs cannot share a model (see `api/sharing/sockets.py`).
             shares = (
                 "loads its own copy of" if sys.platform == "win32" else "is a chat of its own, and all share"
             )

@@ -1,4 +1,4 @@
-"""Read settings from the settings file and the environment, both of which the command line overrides."""
+"""Read settings from the settings file and the environment. Command line options override both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 ALL_COMMANDS = ""
-"""Section name for settings that apply to every command: the lines above the file's first section."""
+"""Section name for settings that apply to every command, which come before the file's first section."""
 _PREFIX = "EDGESPEC_"
 VARIABLES = {
     "EDGESPEC_CONFIG_DIR": "folder for the settings file and aliases",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# A corrected p-value below this means that a method changes the distribution of replies.
+# Corrected p-value below which a method counts as changing the distribution of replies.
 SMALLEST_P_VALUE = 0.001
 # Maximum number of differing replies to list per method.
 _MAX_SHOWN_DIVERGENCES = 5
@@ -164,7 +164,7 @@ def _verify(
 
     if options["parallel"] > 1:
         lengths = pick(options, ("temperatures", "draft_lengths"))
-        # Without --methods, count the cases of the methods that are always available.
+        # Without --methods, count only the cases of methods that are always available.
         always = tuple(
             each.name
             for each in known_methods()

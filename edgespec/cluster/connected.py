@@ -24,10 +24,10 @@ _Result = TypeVar("_Result")
 # When llama.cpp loses a connection, the worker's link usually breaks too. Wait this many seconds for the
 # link's error, which names the worker.
 _REASON_SECONDS = 2.0
-# Seconds to let the current pass finish after an interrupt before the caller abandons it. The next reply
-# would have to wait for an abandoned pass.
+# Seconds to wait for the current pass to finish after an interrupt before abandoning it. The next reply has
+# to wait until an abandoned pass ends.
 _INTERRUPT_SECONDS = 0.2
-# Seconds that `close` waits for an abandoned pass to finish, so that its final call can still run.
+# Seconds that `close` waits for an abandoned pass to finish, so that the final call can still run.
 _CLOSE_SECONDS = 2.0
 
 

@@ -24,14 +24,15 @@ _Bytes = NDArray[np.uint8]
 
 
 def fnv1a(file: BinaryIO, goes_on: Callable[[], bool]) -> int | None:
-    """Return the FNV-1a hash of a file. Processes about 60 MB per second.
+    """Return the FNV-1a hash of a file, or None if `goes_on` returns False.
 
-    FNV-1a updates the hash h to (h ^ byte) * prime. The XOR changes only the lowest byte of h, so the lowest
-    bytes of all intermediate hashes are computed first. The final hash is then a sum of products.
+    Processes about 60 MB per second. FNV-1a updates the hash h to (h ^ byte) * prime. The XOR changes only
+    the lowest byte of h, so the lowest bytes of all intermediate hashes are computed first. The final hash is
+    then a sum of products.
 
     Args:
         file: The file, which is read from its current position.
-        goes_on: Called before each block is hashed. If it returns False, the result is None.
+        goes_on: Called before each block is hashed. Returning False cancels the computation.
 
     Raises:
         OSError: The file cannot be read.

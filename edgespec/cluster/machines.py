@@ -158,7 +158,8 @@ def split_layers(layer_bytes: Sequence[int], capacities: Sequence[int]) -> list[
     if not sum(rooms):
         return None
     ends = [end / sum(rooms) * sum(layer_bytes) for end in accumulate(rooms)]
-    # Each device owns an interval of the layers' bytes, and gets the layers whose midpoint falls into it.
+    # Divide the layers' bytes into one interval per device. Each device gets the layers whose midpoints fall
+    # into its interval.
     middles = [end - size / 2 for end, size in zip(accumulate(layer_bytes), layer_bytes, strict=True)]
     places = [next((i for i, end in enumerate(ends) if middle < end), len(ends) - 1) for middle in middles]
     counts = [places.count(device) for device in range(len(rooms))]

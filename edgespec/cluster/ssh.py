@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20
-# Exit status of `ssh` for its own errors, and of a shell that cannot find the command.
+# Exit statuses of `ssh` for its own errors and of a shell that cannot find the command.
 _SSH_FAILED, _NOT_FOUND = 255, 127
 
 
@@ -287,7 +287,7 @@ def _printed_port(line: bytes) -> object:
 
 
 def _read_lines(stream: IO[bytes], add: Callable[[bytes], None]) -> None:
-    """Pass each line of the stream to `add`, then an empty one at the end."""
+    """Pass each line of the stream to `add`, followed by empty bytes once the stream ends."""
     with suppress(OSError, ValueError), stream:
         while line := stream.readline(_MAX_LINE_BYTES):
             add(line)

@@ -36,10 +36,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 # llama.cpp names its files after the FNV-1a hash of their contents.
 _LLAMA_CPP_NAME = re.compile(r"[0-9a-f]{16}")
 _UNVERIFIED, _STATES = "unverified", ".verified.json"
-# Warn the user if the disk has less free space than this, because some weights may then not be saved. Very
-# few weight tensors are larger.
+# Warn the user if the disk has less free space than this, because some weights may then not be cached. Very
+# few tensors are larger than this.
 _LOW_DISK_BYTES = 1 << 30
-# Two threads must not verify the same file, or write `_STATES` at the same time.
+# Held while verifying, so that no two threads verify the same file or write `_STATES` at the same time.
 _verifying = threading.Lock()
 
 
@@ -145,7 +145,7 @@ def hide_unverified(path: Path) -> Path:
 
 
 def weight_digest(data: Buffer) -> str:
-    """Return the digest that names a weight in the cache."""
+    """Return the digest under which a weight is cached."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -43,9 +43,9 @@ _UNREACHABLE_SECONDS = 60
 _TCP_RXT_CONNDROPTIME = 0x80
 # Seconds between the heartbeats (spaces) that a waiting client receives.
 _BEAT_SECONDS = 1.0
-# Seconds between checks for whether the server has been closed.
+# Seconds between checks whether the server has been closed.
 _POLL_SECONDS = 0.2
-# Main memory in bytes that a worker without a GPU does not offer, so that other programs can use it.
+# Main memory in bytes that a worker without a GPU leaves to other programs.
 _RESERVE_BYTES = 512 * 2**20
 
 
@@ -198,7 +198,8 @@ class WorkerServer:
             self._end_layers()
 
     def _handle(self, connection: socket.socket) -> None:
-        # The client may disconnect or send nothing. `_forward_beats` reports a lost RPC server to the target.
+        # Ignore clients that disconnect or send nothing. `_forward_beats` reports a lost RPC server to the
+        # target.
         with suppress(OSError), connection:
             try:
                 set_timeouts(connection)
@@ -236,8 +237,8 @@ class WorkerServer:
         return (replace(status, busy=status.busy if busy is None else busy)).to_line()
 
     def _lead(self, connection: socket.socket) -> None:
-        """Reserve the worker for the client, until the client closes the connection."""
-        # Another thread holds the lock while it replaces the RPC server of the previous target.
+        """Reserve the worker for the client until the client closes the connection."""
+        # Send heartbeats while another thread holds the lock to replace the previous target's RPC server.
         while not self._lock.acquire(timeout=_BEAT_SECONDS):
             connection.sendall(b" ")
         try:
@@ -245,7 +246,7 @@ class WorkerServer:
                 self._released.wait(_RELEASE_SECONDS)
             is_busy = self._leader is not None
             if not is_busy:
-                # Hide files that have changed since the RPC server started.
+                # Hide cache files that have changed since the RPC server started.
                 self._prepared_cache()
             connection.sendall(self._status_line(busy=is_busy))
             if is_busy:

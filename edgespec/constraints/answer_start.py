@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Unconstrained:
-    """The phase after the end of the reply, or after a drafted token that the target can never choose."""
+    """The phase after the reply has ended, or after a drafted token that the target can never choose."""
 
 
 AnswerPhase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
@@ -120,7 +120,7 @@ class AnswerStart:
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
     def allowed(self, phase: AnswerPhase) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that a phase allows besides those allowed by the constraint.
+        """Return a mask of the tokens that a phase allows in addition to those that the constraint allows.
 
         A reply must not end during its reasoning, because it would have no answer.
         """

@@ -58,7 +58,7 @@ _TRIAL_CPU_SECONDS = 5.0
 # Maximum time in seconds to wait for the child process. This exceeds the CPU time limit, because the process
 # may get little CPU time.
 _MAX_TRIAL_SECONDS = 30.0
-# Seconds to wait for a crashed process to exit.
+# Seconds to wait for a crashed child process to exit.
 _TRIAL_EXIT_SECONDS = 5.0
 # Maximum number of constraints to compile concurrently. More than one is allowed, so that a slow constraint
 # does not delay all others.
@@ -130,7 +130,7 @@ class ConstraintCompiler:
         The constraint applies only to the answer, not to any reasoning before it.
 
         Args:
-            constraint: The constraint.
+            constraint: The constraint to enforce.
             prompt: The prompt's tokens. Its end determines whether the model may still start to reason.
             reply_start: Text at the end of the prompt that belongs to the reply.
             text_may_precede: Whether `reply_start` may violate the constraint, such as text before a tool
@@ -181,7 +181,7 @@ class ConstraintCompiler:
             return compiled.matcher.deep_copy()
 
     def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Cache a compiled constraint, evicting the least recently used ones if the cache is full."""
+        """Cache a compiled constraint. If the cache is full, evict the least recently used ones."""
         with self._lock:
             self._kept[constraint] = compiled
             while len(self._kept) > 1 and (
@@ -220,7 +220,7 @@ class ConstraintCompiler:
 def _checked_text(constraint: Constraint) -> str:
     """Return a constraint in the text form that llguidance expects.
 
-    Raises OptionError if it is too long, or if llguidance would not enforce it exactly.
+    Raises OptionError if the text is too long, or if llguidance would not enforce it exactly.
     """
     text = text_of(constraint)
     if len(text) > _MAX_CHARACTERS:
@@ -368,7 +368,7 @@ class ConstraintTrial:
 
 
 _trial_places = BoundedSemaphore(_MAX_TRIALS)
-# All models share at most one idle child process, because each process uses about 40 MiB.
+# Holds at most one idle child process, shared by all models, because each process uses about 40 MiB.
 _idle_trials: list[ConstraintTrial] = []
 _trial_lock = Lock()
 

@@ -30,7 +30,7 @@ _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def text_of(constraint: Constraint) -> str:
-    """Return the text that llguidance compiles."""
+    """Return a constraint as the text that llguidance compiles."""
     return _choices(constraint.value) if constraint.option == "choice" else constraint.value
 
 

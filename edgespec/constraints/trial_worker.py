@@ -1,7 +1,7 @@
 """Compile constraints in a child process, to find those that crash llguidance or take too long.
 
-Reads one JSON array per line from stdin: the constraint's option, its text, and the CPU time limit
-in seconds. For each constraint that compiles, prints the approximate size of the result in bytes.
+Reads one JSON array per line from stdin: the constraint's option, its text, and the CPU time limit in
+seconds. For each constraint that compiles, prints the approximate size of the compiled constraint in bytes.
 Exits when stdin is closed.
 """
 

@@ -53,9 +53,9 @@ class DrafterSet:
     rates.
 
     Args:
-        drafters: The drafter of each method, by name, or the reason why it is missing.
+        drafters: Each method's drafter, or the reason why it is unavailable, keyed by method name.
         heads: The heads that drafters use.
-        chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
+        chain_model: The draft model if the `model` drafter drafts plain chains, otherwise None.
         why_no_draft: Why there is no draft model, for reports and error messages.
         v: Returns the cost of a verify pass of a given width, as a multiple of the cost of a single-token
             pass.
@@ -124,8 +124,8 @@ class DrafterSet:
         Unlike `choose`, this runs no model, so it can be called while a reply is in progress.
 
         Args:
-            method: The method.
-            kind: The kind of reply.
+            method: Method name, such as `model+ngram`.
+            kind: The kind of reply, which also affects the choice of drafters.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
@@ -139,8 +139,8 @@ class DrafterSet:
         drafters.
 
         Args:
-            method: The method.
-            kind: The kind of reply.
+            method: Method name, such as `model+ngram`.
+            kind: The kind of reply, which also affects the choice of drafters.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
@@ -160,7 +160,7 @@ class DrafterSet:
         """Raise OptionError if the method is unknown or unavailable.
 
         Args:
-            method: The method.
+            method: Method name, such as `model+ngram`.
             limited: Whether the request sets `max_loss`, which the method must then support.
         """
         names, _ = self._resolve(method)
@@ -181,7 +181,7 @@ class DrafterSet:
             )
 
     def _resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[tuple[str, ...], MethodReport]:
-        """Return a method's drafters and a report, which are cached because the UI requests them often."""
+        """Return a method's drafters and a report. Cached, because the UI requests them often."""
         key = (method, kind.constrained, kind.has_images)
         if key not in self._resolved:
             names, report = self._parsed(method, kind.constrained)
@@ -271,7 +271,7 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str, *, limited: bool = False) -> LanguageModel | None:
-        """Return the draft model if the method uses only the draft model and drafts no branches, or None."""
+        """Return the draft model if the method uses it to draft plain chains, otherwise None."""
         is_controlled = self._is_controlled(method, limited)
         return self._chain_model if method == "model" and not is_controlled else None
 
@@ -281,7 +281,7 @@ class DrafterSet:
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Stop all drafters as soon as possible. If `enabled` is False, allow them to draft again."""
+        """Interrupt all drafters, or allow them to draft again if `enabled` is False."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 

@@ -13,7 +13,7 @@ from edgespec.methods.base import Drafter
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# A function that does work between replies, and stops once its argument returns False.
+# A function that runs between replies until its argument returns False.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 

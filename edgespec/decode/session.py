@@ -443,7 +443,7 @@ class Session:
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
 
-        Failures are not raised but appear in the next `report`.
+        Failures are not raised, but appear in the next `report`.
         """
         check_process(self.process_id)
         with self._compute_lock:
@@ -538,10 +538,10 @@ class Session:
 
 
 class ReplyDecoder:
-    """Prefills and decodes one reply at a time. A `Session` owns it, and its locks protect it.
+    """Prefills and decodes one reply at a time. Owned by a `Session`, whose locks protect it.
 
     Args:
-        target: The target.
+        target: The model to decode with.
         drafters: The drafters for all methods that a reply can use.
         target_cache: Prepares the target's KV cache for a prompt.
         context: Resizes the KV caches as a reply grows.
@@ -604,7 +604,7 @@ class ReplyDecoder:
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
         if scores is not None:
-            # Do not count these tokens as a cache hit. They are cached only because they were just scored.
+            # Do not count these tokens as a cache hit, because scoring the prompt has only just cached them.
             stats.cached_prompt_tokens = 0
             yield Step((), 0, None, prompt_logprobs=scores)
         if not settings.max_tokens:

@@ -78,7 +78,7 @@ class Invariant:
 
 
 class RandomDraws:
-    """Draws random numbers for speculative sampling, never returning the same one twice."""
+    """Draws random numbers for speculative sampling, using each one only once."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

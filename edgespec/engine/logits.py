@@ -1,6 +1,6 @@
 """Logits of one pass, in host or device memory, and functions that select tokens from them.
 
-Log-probabilities of emitted tokens are computed from the target's logits.
+Also computes the log-probabilities of emitted tokens.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogp
     Args:
         logits: The logits of the target's pass.
         row: The row of the preceding token.
-        token: The token.
+        token: The token to score.
         count: Number of most likely tokens. Equally likely tokens are sorted by id.
     """
     _, values = logits.top(row, 0)

@@ -104,8 +104,8 @@ def decode(
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
         is_cancelled: Called before each draft-and-verify round. Returning True ends the reply.
         stats: Statistics of the reply, updated after each round.
-        logprobs: Number of most likely tokens whose log-probabilities to return along with that of each
-            emitted token. If None, no log-probabilities are returned.
+        logprobs: Number of most likely tokens to report log-probabilities for, in addition to each emitted
+            token. If None, no log-probabilities are reported.
 
     Yields:
         The result of each draft-and-verify round. The last one has a finish reason.

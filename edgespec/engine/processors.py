@@ -74,7 +74,7 @@ class LogitsProcessor(ABC):
     def forced_tokens(self, limit: int) -> list[int]:  # noqa: ARG002
         """Return up to `limit` tokens that almost certainly come next, for drafting.
 
-        For example, a schema determines the name of the next property.
+        For example, a JSON schema can determine the name of the next property.
         """
         return []
 

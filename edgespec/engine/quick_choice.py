@@ -1,7 +1,7 @@
 """Sample a token faster than the usual filters do, but with the same result.
 
 `processors` defines which token is sampled from a row of logits. Its filters take most of the sampling time,
-because each of them starts a dozen NumPy loops over a few dozen tokens, or computes the probability of every
+because each of them runs a dozen NumPy operations on a few dozen tokens, or computes the probability of every
 token. This module instead sorts the candidates once, and computes noise only for those that can be chosen. It
 adds numbers in a different order, so the last bits of its sums differ. Where this could change the result,
 the functions return None, and the caller applies the filters.
@@ -38,12 +38,12 @@ _MIN_VOCABULARY = 1 << 14
 # Numbers of most likely tokens to search for the nucleus and the highest-scoring token. The second number is
 # used only if the first is too small.
 _NUCLEUS_SIZES = (64, 1024)
-# Log-probabilities that differ by less than this may belong to equal probabilities.
+# Log-probabilities that differ by less than this may come from equal probabilities.
 _SAME_LOG_PROB = 1e-12
 # Maximum relative rounding error when summing up to a million probabilities in double precision.
 _SUM_TOLERANCE = 1e-9
-# Maximum relative rounding error of such a sum in single precision, including the error of the exponential
-# function for arguments down to -104, below which its result is 0.
+# Maximum relative rounding error when summing the same number of probabilities in single precision, including
+# the error of the exponential function for arguments down to -104, below which its result is 0.
 _FLOAT32_SUM_TOLERANCE = 3e-5
 # Logits per block when adding up the probabilities in a row. A block fits into a core's cache, and its memory
 # is small enough for malloc to reuse it, instead of mapping new pages in every pass.
@@ -72,7 +72,7 @@ _SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
 def split_filters(
     processors: Sequence[LogitsProcessor],
 ) -> tuple[Sequence[LogitsProcessor], Filters | None]:
-    """Split a sampling chain into the processors before the temperature, and the temperature and filters.
+    """Separate the temperature and filters of a sampling chain from the processors before them.
 
     The filters are None if the chain has no temperature, or if other processors follow it. Subclasses of the
     known filters count as other processors, because they could behave differently.
@@ -147,7 +147,7 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
     if not math.isfinite(logits[order[0]]) or math.isnan(logits[order[-1]]):
         return None
     if filters.top_k:
-        # Include the first token that top-k discards.
+        # Include the first token that top-k discards, to detect whether rounding could affect the cut-off.
         order = order[: filters.top_k + 1]
     scaled = _scaled(logits[order], filters.temperature)
     log_probs = scaled.tolist()
@@ -182,7 +182,7 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
 def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
     """Return the log-probabilities for descending logits, up to an additive constant."""
     spread = (float(ranked[0]) - float(ranked[-1])) / temperature
-    # Enter `errstate` only if needed: it can take as long as the rest of the function.
+    # Enter `errstate` only if needed, because it can take as long as the rest of the function.
     with np.errstate(over="ignore") if spread == math.inf else nullcontext():
         log_probs: NDArray[np.float64] = (ranked - ranked[0]) / temperature
     return log_probs

@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and timings for one reply, updated once per round. Seconds are wall-clock time.
+    """Counts and timings for one reply, updated once per round. Durations are wall-clock seconds.
 
     Attributes:
         cached_prompt_tokens: Prompt tokens that were already in the KV cache.

@@ -135,7 +135,7 @@ class TokenTree:
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:
-        """Return this tree without any nodes that exceed the limits, or descendants of such nodes.
+        """Return this tree without nodes that exceed the limits or their descendants.
 
         Removing valid tokens because of their id or probability would bias rejection sampling.
 

@@ -1,9 +1,9 @@
 """Determine by trial which pass widths of a loaded model agree bit for bit.
 
-A kernel for several tokens can sum numbers in a different order than the single-token kernel. The last bits
-then differ, and because weights and activations are quantised, the difference grows from layer to layer until
-the logits differ by 0.5 or more, which changes the text. Pass widths therefore fall into classes whose logits
-and KV cells agree bit for bit. Which widths agree depends on the model, the library build, the device and the
+A multi-token kernel can sum numbers in a different order than the single-token kernel. The last bits then
+differ, and because weights and activations are quantised, the difference grows from layer to layer until the
+logits differ by 0.5 or more, which changes the text. Pass widths therefore fall into classes whose logits and
+KV cells agree bit for bit. Which widths agree depends on the model, the library build, the device and the
 options, and can be determined only by trial.
 """
 
@@ -104,7 +104,7 @@ class WidthClass:
 def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
     """Find the width classes that are usable for decoding: those that contain width 1 or width 2.
 
-    If passes are slow, for example because they read weights from disk, a wide pass may take hardly longer
+    If passes are slow, for example because they read weights from disk, a wide pass may take little longer
     than a single-token pass. The widest pass can then be a class of its own, to which all other passes are
     padded. If such a model cannot run its first layers alone, only a few widths are tested.
 
@@ -136,8 +136,8 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
 def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities:
     """Return a model's capabilities when restricted to passes of one class.
 
-    Passes of other widths are padded to the next width in the class. Early exits run the lower layers on
-    single tokens, whose KV cells the target keeps, so they require a class without gaps.
+    Passes of other widths are padded to the next width in the class. Early exit runs the lower layers one
+    token at a time, and the target keeps the resulting KV cells, so it requires a class without gaps.
     """
     restricted = replace(capabilities, exact=True, reuse_block_tokens=found.block_tokens)
     if not capabilities.rollback:
@@ -172,7 +172,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
 
 
 class _Reference(NamedTuple):
-    """Results of passes of one width after one context.
+    """Reference results for passes of one width after one context.
 
     Attributes:
         logits: Digests of the logits at each tested position.
@@ -226,7 +226,7 @@ class _Trial:
             model.fix_threads(True)
             model.truncate(0)
             contexts = self._read_contexts()
-        # Digest of the prompt's KV cells, computed in one large pass.
+        # Digest of the prompt's KV cells when the prompt is processed in one large pass.
         whole = b"" if self.is_short or contexts[0] < SPLIT_TOKENS else self._cells(0, SPLIT_TOKENS)
         for length in contexts:
             alone = self._agreeing(1, alone, length)
@@ -342,7 +342,7 @@ class _Trial:
         return digest
 
     def _pass(self, width: int, real: int | None = None) -> list[bytes]:
-        """Run the next tokens in one pass, and keep the first `real` of them (all if None) in the cache."""
+        """Run the next `width` tokens in one pass, and keep the first `real` (all if None) in the cache."""
         first, real = self.model.length, width if real is None else real
         root, *rest = self.tokens[first : first + real]
         digests = self._run(TokenTree.chain(root, [*rest, *self.tokens[: width - real]]))
@@ -370,8 +370,7 @@ class _Trial:
             found = self.references[base, length] = _Reference([], {})
             while (at := self.model.length - length) < positions:
                 found.logits.extend(self._pass(base, min(base, positions - at)))
-                # A partially rolled-back pass can end at any position, so record the cells up to each
-                # position.
+                # Partially rolled-back passes can end at any position, so record the cells up to each one.
                 for end in range(at + 1, self.model.length - length + 1):
                     found.cells[end] = self._cells(length, length + end)
         return self.references[base, length]
@@ -393,7 +392,7 @@ class _Trial:
                 agreeing.discard(width)
             elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
                 if width == base:
-                    # Even identical passes differ, for example because the device does not sum in a fixed
+                    # Not even identical passes agree, for example because the device does not sum in a fixed
                     # order.
                     return {base}
                 agreeing.discard(width)
@@ -475,7 +474,7 @@ class _Trial:
         return True
 
     def _threads_agree(self, length: int, wide: int) -> bool:
-        """Return whether passes of 1 and `wide` tokens give the same results with any thread count."""
+        """Return whether the results of passes of 1 and `wide` tokens are independent of the thread count."""
         model = self.model
         if (threads := model.max_threads) <= 1:
             return True
@@ -523,7 +522,7 @@ class _Trial:
     def _split_digest(
         self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]
     ) -> tuple[bytes, ...]:
-        """Process `count` tokens in passes of these sizes. Return digests of the KV cells or next logits."""
+        """Process tokens in passes of the given sizes, and return digests of KV cells or of next logits."""
         self.model.truncate(0)
         for size in cycle(sizes):
             first = self.model.length

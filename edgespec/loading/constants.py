@@ -61,7 +61,7 @@ __all__ = [
     "WIDE_PASSES",
 ]
 
-# --- Passes that keep replies identical (`exact.py`) ---
+# --- Bit-exact passes (`exact.py`) ---
 
 # `auto` accepts bit-exact passes if their expected speed is at least this fraction of the speed of
 # unrestricted passes. The value was chosen as an acceptable price for identical replies (docs/exactness.md).
@@ -72,7 +72,7 @@ MAX_PADDING_LOSS = 0.03
 # Pass widths to measure and compare, up to the pass over the longest draft. They were chosen so that wide
 # passes are sampled more sparsely.
 COMPARED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, MAX_DRAFT_LENGTH, MAX_DRAFT_LENGTH + 1)
-# Time budget in seconds for measuring these widths, and number of additional passes per width. Both were
+# Time budget in seconds for measuring `COMPARED_WIDTHS`, and number of additional passes per width. Both were
 # chosen to keep the first load of a model short.
 COMPARED_SECONDS, COMPARED_REPEATS = 1.5, 7
 # Assumed acceptance rates of drafts from earlier text: the average over all kinds of text, and the rate in
@@ -121,7 +121,7 @@ SHORT_TRIAL_WIDTH = 5
 # over all layers in a trial. If the first layers cannot run alone, the trial compares only these widths, at
 # `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest one. Each
 # context takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a
-# wide pass, which takes hardly longer than a single-token pass if most of the time is spent reading from
+# wide pass, which takes little longer than a single-token pass if most of the time is spent reading from
 # disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
@@ -181,7 +181,7 @@ MEASURING_BYTES = 1 << 30
 # chosen to leave room for the KV cache and buffers.
 MAX_WEIGHTS_SHARE = 0.85
 # Suggest a model only if it fits in memory with a context of this many tokens, unless the user chose another
-# context length. The length was chosen to be enough for a short question.
+# context length. The length was chosen to fit a short question.
 MIN_SUGGESTED_CONTEXT_TOKENS = 512
 
 # --- Workers (`workers.py`) ---
@@ -194,8 +194,8 @@ OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 
 # `auto` drafts with low-bit copies of streamed blocks only if each pass then reads at most this many times as
 # much from disk as without the copies. The value was chosen to lie between two measured cases: an F16 model
-# that read 1.5 times as much made its first reply with `auto` 1.24 times as fast, and a Q8_0 model that read
-# 2.7 times as much made a reply with `lowbit` slower (0.75x).
+# that read 1.5 times as much generated its first reply with `auto` 1.24 times as fast, and a Q8_0 model that
+# read 2.7 times as much generated a reply with `lowbit` 0.75 times as fast.
 MAX_READS_WITH_COPIES = 1.6
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---
@@ -203,8 +203,8 @@ MAX_READS_WITH_COPIES = 1.6
 # Minimum initial context size, in tokens, of a draft model whose vocabulary differs from the target's. The
 # size was chosen so that the context rarely needs to be resized.
 FOREIGN_CONTEXT_TOKENS = 8192
-# Maximum number of draft model tokens per target token if the vocabularies differ. The ratio was chosen
-# conservatively.
+# Maximum number of draft model tokens per target token if the vocabularies differ. The ratio was chosen as a
+# conservative upper limit.
 TOKEN_RATIO = 4
 # Maximum number of tokens per forward pass for which a draft model computes logits, unless the user has set
 # the shape of draft trees. The number was chosen to limit the memory for logits.

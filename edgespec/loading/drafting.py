@@ -151,7 +151,7 @@ class _DrafterFactory:
         """Explain why a drafter that cannot serve concurrent replies is missing, and what it needs.
 
         Args:
-            method: The method.
+            method: The method that needs the drafter.
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
         name = method.name

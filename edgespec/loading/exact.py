@@ -1,9 +1,9 @@
 """Load a target with the passes and kernels that keep its replies identical to plain decoding.
 
-Pass widths fall into classes that agree bit for bit (see `bit_exactness`). The machine determines which class
-is best, and also whether repacking the weights pays off: repacked weights are faster, but can have narrower
-classes. We choose both by expected speed. The measurements are taken when a model is first loaded on a
-machine with a given library build, and then saved.
+Pass widths fall into classes that agree bit for bit (see `bit_exactness`). Which class is best, and whether
+it pays to repack the weights, depend on the machine. Repacked weights are faster, but can have narrower
+classes. Both are chosen by expected speed, based on measurements that are taken when a model is first loaded
+on a machine with a given library build, and then saved.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Choice:
     """A class of pass widths and the load options that it applies to.
 
     Attributes:
-        found: The class. If None, passes are unrestricted.
+        found: The class, or None if passes are unrestricted.
         repack: Whether the weights are repacked.
         speed: Expected speed, as a fraction of the speed of unrestricted passes. None if it was not measured.
         threads: Number of CPU threads for which the class was found.
@@ -132,7 +132,7 @@ class _TrialResult:
     """The result of testing one configuration, which does not depend on the drafters.
 
     Attributes:
-        classes: The width classes.
+        classes: The width classes that the trial found.
         seconds: Returns the duration of a pass of a given width. None if durations were not needed.
         threads: Number of CPU threads in the trial. 0 if the backend does not choose it.
         is_disturbed: Whether other programs were busy, so that the trial must be repeated when the machine is
@@ -145,7 +145,7 @@ class _TrialResult:
     is_disturbed: bool
 
 
-# Identifies the version of the trial in saved results. Change it whenever trials become able to find more
+# Identifies the version of the trial in saved results. Change it whenever the trial can detect more
 # differences, so that models are tested again.
 _TRIAL = "first layers, long contexts in slow models"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
@@ -187,7 +187,7 @@ def load_exact_target(
         return LoadedTarget(models, costs, changed)
 
     if why_not := _why_unrestricted(options, requested):
-        # This does not restrict passes. `exact` only selects kernels whose results depend less on the pass
+        # Passes stay unrestricted, because `exact` only selects kernels whose results depend less on the pass
         # width.
         loaded = load(replace(options, exact=requested != "off"))
         return _described(loaded, Exactness(requested, False, why_not))
@@ -250,7 +250,7 @@ class _ExactLoading:
 
     def _options(self, repack: bool) -> LoadOptions:
         # Even if passes are unrestricted, kernels that do not depend on the pass width keep replies close to
-        # those of plain decoding.
+        # plain decoding.
         return replace(self.options, exact=True, repack=repack)
 
     def _close(self) -> None:
@@ -318,7 +318,7 @@ class _ExactLoading:
                 self.pair.target.backend.build_identity(),
                 settings_key(self._options(repack)),
                 tuple(self.file_states),
-                # A trial on a single core cannot tell whether results depend on the number of threads.
+                # A trial on a single core cannot tell whether results depend on the thread count.
                 usable_cores(),
                 min(context_tokens, 2048),
                 self.options.max_branches,

@@ -50,7 +50,7 @@ def find_heads(
     """Find the heads to draft with: the one that the user named, or those in or next to the target's files.
 
     Args:
-        target: The target.
+        target: The model to draft for.
         drafting: The methods that replies can use, and the value of `--head`.
         find_head: Resolves a reference to a head. By default, missing heads are downloaded and converted to
             the target's format.
@@ -164,7 +164,7 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:
-    """Return the head, marked as unusable if its memory cannot be estimated, such as when it is damaged."""
+    """Mark a head as unusable if its memory cannot be estimated, for example because it is damaged."""
     if option.head is not None and option.is_usable:
         try:
             target.file_format.estimate_head(option.head, target.path, BLOCK_TOKENS)

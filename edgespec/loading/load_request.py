@@ -21,7 +21,7 @@ from edgespec.options.settings import MODEL_OPTIONS, as_bytes
 
 __all__ = ["LoadRequest"]
 
-# Exceeds the layer count of any model.
+# More layers than any model has.
 _ALL_LAYERS = 1 << 16
 
 

@@ -136,7 +136,7 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
 
 
 def _sorted(models: Iterable[AvailableModel]) -> list[AvailableModel]:
-    """Sort models by size, with those in formats made for other hardware last."""
+    """Sort models by size, listing formats made for other hardware last."""
     return sorted(models, key=lambda each: (not format_of(each.format).is_fast_here(), each.size_bytes))
 
 
@@ -158,7 +158,7 @@ def search_models(text: str, *, memory: str | int | None = None, limit: int = 20
     """Search Hugging Face for GGUF models.
 
     Args:
-        text: Words to look for in repository names, such as "qwen coder".
+        text: Words to search for in repository names, such as "qwen coder".
         memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
         limit: Maximum number of results.
 
@@ -195,7 +195,7 @@ def download_model(reference: str, progress: Progress | None = None) -> Path:
 def measure_speed(progress: Progress | None = None) -> str:
     """Measure the speed of this machine and save it, so that `list_models` can estimate the models' speeds.
 
-    Takes up to 20 seconds.
+    The measurement takes up to 20 seconds.
 
     Args:
         progress: Called with a description and the completed fraction. Returning False cancels.
@@ -292,7 +292,7 @@ def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Pa
         form: The format of the model's files.
         file_bytes: Size of the model's files.
         excess_bytes: Number of bytes by which the model exceeds the available memory.
-        path: A file or folder on the disk. None if there is none to measure.
+        path: A file or folder on the disk to measure, or None if there is none.
 
     Returns:
         The time in seconds, or None if the model cannot run.

@@ -157,11 +157,11 @@ class PairEstimator:
         files = self._pair.target.file_format.files(self._pair.target.path)
         path = files[0]
         try:
-            # Measure the largest file, because a small one gives an unreliable speed.
+            # Read the largest file, because measuring with a small one is unreliable.
             path = max(files, key=lambda file: file.stat().st_size)
             if is_sparse(path):
-                # The model is not on this machine. Reading the holes of its sparse file would measure the
-                # memory's speed.
+                # The model is not on this machine, and reading the holes in its sparse file would measure
+                # memory speed.
                 path = hub_cache_folder()
                 speed = folder_bytes_per_second(path)
             else:
@@ -190,8 +190,8 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # Use the memory limit to allow or prevent conversion to float32, because MLX converts the weights
-        # only if the result fits within the limit.
+        # Use the memory limit to control conversion to float32, because MLX converts the weights only if the
+        # result fits within the limit.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))

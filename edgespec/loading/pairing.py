@@ -116,8 +116,8 @@ def with_working_draft(
         try:
             return use(pair)
         except _DraftFailedError as error:
-            # The planner may have replaced the draft model with a smaller quantisation, so `error.draft` need
-            # not be the file to exclude from the next attempt.
+            # The planner may have replaced the draft model with a smaller quantisation, so `error.draft` is
+            # not necessarily the file to exclude from the next attempt.
             assert pair.draft is not None
             failed[pair.draft.path] = f"the draft model {error.draft.name} is not used: {error.reason}"
 
@@ -218,8 +218,8 @@ def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadO
     """Add the target's projector to its load options.
 
     Args:
-        options: The load options.
-        target: The target.
+        options: The load options to extend.
+        target: The model that will read the images.
         choice: `auto`, `none` or the path of a projector.
 
     Raises:
@@ -309,7 +309,7 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
-    """Check that models and heads can be loaded, in a child process that damaged files may crash.
+    """Check that models and heads can be loaded, in a child process in case damaged files crash it.
 
     For models larger than the memory limit in `options`, only the metadata is read. Raises the same errors as
     `check_loadable`, except that heads that `auto` chose are dropped if they fail, and `with_working_draft`

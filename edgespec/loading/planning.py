@@ -199,8 +199,9 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    If the user did not set a context length, the plan may choose one longer than the default. Before
-    shrinking anything else, the plan reduces images, and then drops a projector that the user did not name.
+    If the user did not set a context length, the plan may choose one longer than the default. To save memory,
+    the plan first reduces images, then drops a projector that the user did not name, and only then shrinks
+    anything else.
 
     Raises:
         ModelFileError, BackendMissingError: A model cannot be opened.
@@ -258,8 +259,8 @@ def _plan_pair(
             )
 
         choice, plan = fit(fixed)
-        # The model is too large only if it would not fit even with other options. Otherwise, an option that
-        # the user set, such as a long context, is the cause, and the advice names it.
+        # The model is too large only if no combination of options makes it fit. Otherwise, an option that the
+        # user set, such as a long context, is the cause, and the advice names it.
         is_too_large = not plan.fits and not (fixed and fit(set())[1].fits)
         if is_too_large and _may_stream(options, drafting) and target.streamable_layers:
             # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
@@ -393,7 +394,7 @@ def _with_prefix_cache(plan: MemoryPlan, first: MemoryPlan, requested_bytes: int
     """Return a plan with the size limit of the prefix cache filled in.
 
     Args:
-        plan: The plan.
+        plan: The plan to complete.
         first: The plan before the context was extended. Its free memory determines the limit, so that a
             longer context does not shrink the prefix cache.
         requested_bytes: The limit that the user set, or None for the default.

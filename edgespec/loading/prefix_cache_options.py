@@ -26,7 +26,7 @@ __all__ = ["create_prefix_cache", "file_states"]
 
 
 def file_states(target: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
-    """Return the state of each file of a model and its adapters, to detect later changes.
+    """Return the state of every model and adapter file, so that later changes can be detected.
 
     Returns an empty tuple if the state of a file cannot be read.
     """

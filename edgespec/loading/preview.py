@@ -54,8 +54,8 @@ class Preview:
         draft_window: The draft model's attention window, or None if it attends to the whole context.
         prediction: The expected speed on this machine. None if `edgespec recommend` has not measured it, or
             if the target is on several machines.
-        spread: The measured connections to the workers and the expected speed on several machines. None
-            without workers.
+        spread: The measured connections to the workers, and the expected speed with them. None without
+            workers.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
 
 Task = Literal["chat", "code"]
 
-# Strings that occur in the names of models trained to write code.
+# Substrings that identify models trained to write code.
 _CODE_NAMES = ("coder", "devstral")
 
 
@@ -49,8 +49,8 @@ class Candidate:
         download_bytes: Size of the files of the model and its draft model that are not on this machine.
         needed_bytes: Approximate memory that both models need with a context of 8,192 tokens.
         speed: The predicted speed.
-        faster_type: A quantisation type that would make the model clearly faster, because speculation would
-            save more time. Empty if there is none.
+        faster_type: A quantisation type that would make the model noticeably faster, because speculation
+            would save more time. Empty if there is none.
         is_for_code: Whether the model was trained to write code.
         is_streamed: Whether the model is larger than memory, so that each pass reads weights from disk.
     """
@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def uses_draft(self) -> bool:
-        """Whether the draft model makes replies clearly faster."""
+        """Whether the draft model makes replies noticeably faster."""
         return bool(self.draft) and self.speed.speedup >= MIN_DRAFT_SPEEDUP
 
     @property
@@ -87,7 +87,7 @@ class Recommendation:
         best: The recommended model, or None if no model can run.
         candidates: All models that can run.
         machine: The measured speed of this machine.
-        budget_bytes: Memory that edgespec may use.
+        budget_bytes: Memory that edgespec may use, in bytes.
     """
 
     best: Candidate | None
@@ -106,8 +106,8 @@ def recommend(
 ) -> Recommendation:
     """Recommend a model for this machine, and predict the speed of every model that can run.
 
-    This machine is measured on first use, and again if other programs disturbed the measurement and are no
-    longer busy. A measurement takes up to 20 seconds. Nothing is downloaded.
+    The machine's speed is measured on first use, and again if other programs disturbed the last measurement
+    but are no longer busy. A measurement takes up to 20 seconds. Nothing is downloaded.
 
     Args:
         task: What the model will be used for.
@@ -159,7 +159,7 @@ def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> I
 
 
 def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpeed) -> str:
-    """Return a quantisation type that makes the model and its draft model clearly faster, or ''."""
+    """Return a quantisation type that makes the model and its draft model noticeably faster, or ''."""
     models, draft = entry.file_format.benchmark_models, recommended_draft(entry)
     if draft is None or models is None:
         return ""
@@ -176,7 +176,7 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
 
 
 def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
-    """Return the largest model with comfortable speed, else with acceptable speed, else the fastest model."""
+    """Return the largest comfortably fast model, else the largest acceptably fast one, else the fastest."""
     suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
     for least in (COMFORTABLE_SPEED, ACCEPTABLE_SPEED):
         fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]

@@ -130,7 +130,7 @@ def predict_entry(
     """Predict the speed of a catalogue model and its recommended draft model, without their files.
 
     Args:
-        entry: The model.
+        entry: The model's catalogue entry.
         speed: The measured speed of this machine. Defaults to the saved speed.
         read_seconds: Time that every pass spends reading weights from disk while it computes.
 
@@ -160,7 +160,7 @@ def catalogue_weights(entry: ModelEntry, type_name: str = "") -> PassWeights:
     """Estimate which weights each pass of a catalogue model reads, without needing its files.
 
     Args:
-        entry: The model.
+        entry: The model's catalogue entry.
         type_name: Quantisation type to assume for all weights. Defaults to the typical mix of the model's
             quantisation.
     """

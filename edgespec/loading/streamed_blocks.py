@@ -72,7 +72,7 @@ def prepare_substitutes(
 
 
 def _plan(path: Path, memory_bytes: int, copies: Substitutes | None, progress: Progress | None) -> LoadPlan:
-    """Plan how `load` would load the model with this memory, these copies and no other drafter."""
+    """Plan how `load` would load the model with the given memory and copies, and no other drafter."""
     request = LoadRequest.read(path, "none", {"memory": memory_bytes, "method": "none"})
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
     return plan_pair(

@@ -30,7 +30,7 @@ from edgespec.store.reference import Resolved
 
 __all__ = ["SpreadPrediction", "connect_workers", "for_workers", "predict_spread", "saved_speed_json"]
 
-# Options that are rejected with `--workers`, because they have no effect or are not implemented there.
+# Options that are rejected with `--workers`, because they have no effect or are not implemented for workers.
 _UNSUPPORTED = (
     "parallel", "gpu_layers", "experts", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
 )  # fmt: skip
@@ -206,8 +206,8 @@ def predict_spread(
     """Measure the connections to the workers, and predict the speed of a target on several machines.
 
     Args:
-        target: The target.
-        workers: The workers.
+        target: The model to run.
+        workers: The connected workers that hold its layers.
         machines: The target's shares, this machine's first.
         fits_here: Whether the whole target fits on this machine.
 
@@ -250,7 +250,7 @@ def predict_spread(
         output, rest = seconds(0, 1.0 - fraction, 0), seconds(machine, fraction, layers)
         if share.can_hold_all and share.layers < layers and None not in (output, rest):
             alone[share.name] = (output or 0.0) + (rest or 0.0)
-    # If a machine was not measured, this is a lower bound.
+    # If any machine was not measured, this time is a lower bound.
     together = sum(filter(None, parts.values()))
     measured = {name: 1.0 / each for name, each in alone.items() if each is not None}
     fastest = max(measured, key=lambda name: measured[name], default="")
@@ -320,7 +320,7 @@ def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
     try:
         seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
         layer_seconds = float(values["layer_seconds"])
-        # Older versions of the worker do not report its load.
+        # Older workers do not report their load.
         busy_cores = float(values.get("busy_cores", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

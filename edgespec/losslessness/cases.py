@@ -77,10 +77,10 @@ def count_replies(
     """Return the number of replies that `verify` generates with these arguments.
 
     Args:
-        prompts: The prompts.
+        prompts: The prompts to reply to.
         methods: The methods to compare.
-        temperatures: The temperatures of the replies.
-        draft_lengths: The draft lengths of the replies.
+        temperatures: The sampling temperatures.
+        draft_lengths: The draft lengths to compare.
         acceptance: The acceptance rule: `invariant` or `rejection`.
         samples: Number of replies per case in rejection mode, as for `verify`.
     """

@@ -156,8 +156,8 @@ def replay(
     Overwrites the target's KV cache.
 
     Args:
-        target: The target.
-        made: The reply.
+        target: The model that generated the reply.
+        made: The reply to rerun.
         filler: Selects one of several sequences of filler tokens. They replace the tokens that should not
             affect the reply: rejected tokens, and tokens of earlier prompts that are not reused. If None,
             the passes contain the original tokens.
@@ -228,7 +228,7 @@ def _read_prompts(target: LanguageModel, made: MadeReply, filler: int | None) ->
 
 
 def _filler_tokens(target: LanguageModel, filler: int, start: int, count: int) -> list[int]:
-    """Return filler tokens. The tokens of two different fillers differ at every position."""
+    """Return the filler's tokens for `count` positions. Fillers 0 and 1 differ at every position."""
     vocab = target.facts.vocab_size
     offset = 7 + filler * (vocab // 2)
     return [(offset + 31 * (start + i)) % vocab for i in range(count)]
@@ -286,9 +286,9 @@ def judge(target: LanguageModel, made: MadeReply, plain: MadeReply, position: in
     Overwrites the target's KV cache.
 
     Args:
-        target: The target.
-        made: The reply.
-        plain: The reply from plain decoding, which its own replay has reproduced.
+        target: The model that generated both replies.
+        made: The reply to judge.
+        plain: The plain-decoding reply, which its own replay has reproduced.
         position: Index of the first token that differs.
     """
     first = replay(target, made, 0, truncates=True, rows_end=position + 1)
@@ -311,8 +311,8 @@ def find_fault(
     Overwrites the target's KV cache.
 
     Args:
-        target: The target.
-        made: The reply.
+        target: The model that generated the reply.
+        made: The reply to check.
         finds_leaks: Whether to also check that tokens removed from the cache do not change a single bit of
             the logits.
     """
@@ -326,9 +326,9 @@ def _find_leak(target: LanguageModel, made: MadeReply, first: Replayed) -> tuple
     """Return why removed tokens change the logits and the first position where they do, or None.
 
     Args:
-        target: The target.
-        made: The reply.
-        first: The result of a replay that truncates, with filler 0.
+        target: The model that generated the reply.
+        made: The reply to check.
+        first: The result of `replay(target, made, 0, truncates=True)`.
     """
     second = replay(target, made, 1)
     if second.digests == first.digests:
@@ -363,7 +363,7 @@ class Alone:
         self.batch_tokens = batch_tokens
 
     def before_pass(self, model: LanguageModel) -> int:  # noqa: ARG002
-        """Prepare the context for the next pass, and return how many prompt tokens it may contain."""
+        """Prepare the context for the next pass, and return how many prompt tokens the pass may contain."""
         return self.batch_tokens
 
     def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
@@ -379,7 +379,7 @@ def logit_rows(
     Overwrites the model's KV cache.
 
     Args:
-        model: The model.
+        model: The model to run.
         prompt: Tokens of the prompt.
         reply: The first tokens of the reply.
         passes: Runs the passes. By default, a single pass prefills the prompt.

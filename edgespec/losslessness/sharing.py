@@ -27,8 +27,8 @@ __all__ = ["SharingErrors", "measure_sharing"]
 _MAX_MEASUREMENTS = 64
 # Stop once this many measurements have shown a rounding error.
 _ENOUGH_ERRORS = 4
-# Maximum number of positions in the reply's text at which other replies free KV cells, which the reply's next
-# tokens then occupy.
+# Maximum number of times that other replies free KV cells while the reply is computed. The reply's next
+# tokens then occupy these cells.
 _MAX_MOVES = 3
 # Number of tokens that each other model keeps in its cache, to expose bugs that make a reply read another
 # reply's KV cells.

@@ -141,7 +141,7 @@ def available_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return this process's current memory use in bytes."""
+    """Return this process's current resident memory in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 

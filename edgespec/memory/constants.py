@@ -41,8 +41,8 @@ __all__ = [
 # Default amount of memory to leave to other programs: a fraction of the free memory, up to a limit in bytes.
 # The values were chosen so that small machines keep enough memory for models.
 RESERVE_SHARE, DEFAULT_RESERVE_BYTES = 0.05, 512 * 2**20
-# Free memory in bytes required before llama.cpp reads a model's metadata. The value was chosen to be more
-# than enough, because llama.cpp aborts the process if it runs out of memory.
+# Free memory in bytes required before llama.cpp reads a model's metadata. The value was chosen with a wide
+# margin, because llama.cpp aborts the process if it runs out of memory.
 PLANNING_BYTES = 64 * 2**20
 # Memory to add to a plan for what it does not model, such as fragmentation: a fraction of the models' memory
 # and a minimum in bytes. The values were chosen rather than measured. `scripts/bench_memory.py` compares
@@ -57,10 +57,9 @@ SAVING_WINDOW_TOKENS = 1024
 
 # --- Context size (`context_resize.py`) ---
 
-# Initial context size in tokens. It was chosen because most chats fit and never need a resize.
+# Initial context size in tokens. The size was chosen so that most chats never need a resize.
 INITIAL_CONTEXT_TOKENS = 2048
-# Grow the context when fewer tokens than this are free. The value was chosen to be enough for any verify
-# pass.
+# Grow the context when fewer tokens than this are free. The value was chosen so that any verify pass fits.
 MIN_ROOM_TOKENS = 256
 # Size in tokens to which the draft model's context shrinks when the target needs memory. It was chosen as the
 # smallest useful context.
@@ -86,15 +85,15 @@ SCORED_TOKENS = 64
 
 # --- Prefix cache (`prefix_cache/`) ---
 
-# The default size limit of the prefix cache, as a fraction of the memory that the loaded models leave free,
-# and in bytes. The limits were chosen so that other programs can use the rest.
+# Default size limit of the prefix cache: a fraction of the memory that the loaded models leave free, up to a
+# limit in bytes. The limits were chosen so that other programs can use the rest.
 PREFIX_CACHE_SHARE, MAX_PREFIX_CACHE_BYTES = 0.25, 4 * 2**30
 # Upper limit on the prefix cache's default size, as a multiple of the size of the target's KV cache. Without
 # it, a server with a small model would fill gigabytes with the prompts of thousands of requests. The value
 # was chosen rather than measured.
 PREFIX_CACHE_KV_CACHES = 8
-# The default size limit of cached prefixes on disk, as a fraction of the free disk space, and in bytes. The
-# limits were chosen so that the cache does not fill the disk.
+# Default size limit of cached prefixes on disk: a fraction of the free disk space, up to a limit in bytes.
+# The limits were chosen so that the cache does not fill the disk.
 DISK_CACHE_SHARE, MAX_DISK_CACHE_BYTES = 0.1, 4 * 2**30
 # Maximum memory needed to copy a KV cache, as a multiple of the size of the copy. The value was chosen to err
 # on the high side.
@@ -102,20 +101,19 @@ COPIES_AT_ONCE = 3
 # Seconds to add to the age of segments in memory, and of files on disk, when choosing which ones to evict.
 # The values were chosen so that, for recently used ones, age matters less than the prefill time saved.
 FRESH_SEGMENT_SECONDS, FRESH_FILE_SECONDS = 60.0, 600.0
-# Do not split cached sequences into segments shorter than this many tokens. The limit was chosen because each
-# segment has a fixed cost.
+# Minimum length in tokens of the segments into which cached sequences are split. The limit was chosen because
+# each segment has a fixed cost.
 MIN_SEGMENT_TOKENS = 64
-# Segments of up to this many tokens are merged with the next one. The limit was chosen so that a chat of many
-# short turns does not become many segments.
+# Segments of up to this many tokens are merged with the next one. The limit was chosen so that a chat with
+# many short turns does not become many segments.
 MAX_MERGED_TOKENS = 256
 # Maximum size of a cached sequence, as a fraction of the cache's size limit. The value was chosen to leave a
 # margin, because copies can be slightly larger than estimated.
 MAX_SEQUENCE_SHARE = 0.95
-# The prefix cache ignores prefixes shorter than this many tokens. The limit was chosen because prefilling
-# them is fast.
+# Minimum length of cached prefixes in tokens. The limit was chosen because shorter ones are fast to prefill.
 MIN_CACHED_TOKENS = 16
-# Copies smaller than this many bytes are not timed. The limit was chosen because most of their time is
-# overhead.
+# Minimum size in bytes of copies that are timed. The limit was chosen because most of the time of a smaller
+# copy is overhead.
 MIN_TIMED_BYTES = 1 << 16
 # Assumed speed of copying a KV cache in bytes per second, until a copy has been timed. The value was chosen
 # to be conservative.

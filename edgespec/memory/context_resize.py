@@ -127,7 +127,7 @@ class ResizableContext:
             model.resize(size)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ContextFullError if the context could not grow to fit a prompt of this length."""
+        """Raise ContextFullError if the context cannot grow enough for a prompt of this length."""
         size = self._target.facts.context_tokens
         if tokens > size:
             raise ContextFullError(

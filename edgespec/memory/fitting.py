@@ -34,7 +34,7 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` refers to `context_tokens`."""
 
-# Reduced load options to restore, in this order, while memory allows.
+# Load options to restore after a reduction, in this order, while memory allows.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -104,7 +104,7 @@ def fit_to_budget(
     """Return the load options closest to `start` that fit the memory budget, and their memory plan.
 
     Args:
-        start: The preferred choice, with nothing reduced.
+        start: The preferred choice, before any reduction.
         plan: Returns the memory plan for a choice.
         fixed: Options set by the user, which must not change.
         prefer: Whether to keep a long context or the draft model if only one of them fits.
@@ -116,7 +116,7 @@ def fit_to_budget(
 
     Raises:
         OptionError: The model cannot be loaded with the options of `start`.
-        MemoryBudgetError: There is not even enough memory to make an estimate.
+        MemoryBudgetError: There is not enough memory even to make an estimate.
     """
     # Move experts to main memory first. This slows down replies, but every other reduction takes something
     # away from the user.
@@ -141,7 +141,7 @@ def fit_to_budget(
 
 
 def stream_least(choice: PlanChoice, plan: _Plan) -> PlanChoice:
-    """Return the choice with as few streamed layers as fit the memory budget."""
+    """Return the choice with the fewest streamed layers that fits the memory budget."""
     fewest = _fewest(
         choice.streamed_layers, lambda count: _fits(plan, replace(choice, streamed_layers=count))
     )

@@ -58,8 +58,8 @@ class Streaming:
         all_layers: Number of layers that could be streamed.
         bytes_per_pass: Number of bytes read in each pass.
         disk_bytes_per_second: Measured read speed of the disk.
-        substitute_bytes: Size in bytes of the low-bit copies of these weights that the target drafts
-            with, or 0 if there are none.
+        substitute_bytes: Size in bytes of the low-bit copies of these weights, with which the target drafts.
+            0 if there are none.
     """
 
     layers: int

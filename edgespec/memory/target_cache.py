@@ -105,7 +105,7 @@ class TargetCache:
 
     @property
     def has_reply_to_read(self) -> bool:
-        """Whether calling `read_reply` would let the next prompt reuse more tokens."""
+        """Whether `read_reply` would let the next prompt reuse more tokens."""
         if self._reuse_is_exact:
             return False
         tokens = self._tokens
@@ -184,7 +184,7 @@ class TargetCache:
         return self._prefill_prompt(tokens, progress and scaled_progress(progress, done, 1.0 - done))
 
     def _make_room(self, prompt_tokens: int, extra_tokens: int, stats: Stats) -> None:
-        """Grow the context for a prompt and `extra_tokens` more. Raises ContextFullError. See `prepare`."""
+        """Grow the context to fit a prompt and `extra_tokens` more. Raises ContextFullError."""
         stats.growth_seconds += self._memory_pressure.drop_prefixes()
         self._memory_pressure.begin_reply()
         stats.growth_seconds += self._context.grow_to(prompt_tokens + extra_tokens)
@@ -195,7 +195,7 @@ class TargetCache:
     ) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each prompt token after the first, given the preceding tokens.
 
-        The values are the same as from single-token passes. Scoring does not affect the next reply.
+        The values are the same as those from single-token passes. Scoring does not affect the next reply.
 
         Args:
             tokens: The prompt.

@@ -93,7 +93,7 @@ class Drafter(ABC):
         """Draft like `propose`, but also add all tokens that a constraint determines.
 
         Instead of drafting these tokens one by one, the model runs them in a single pass with the token
-        before them. Those at the start of the draft do not count towards `draft_length`. Drafters without
+        before them. Leading forced tokens do not count towards `draft_length`. Drafters without
         `drafts_forced` add none.
         """
         return ForcedDraft(self.propose(sampler, acceptance, draft_length))
@@ -179,7 +179,7 @@ class Drafter(ABC):
         """Clear everything that depends on the current sequence. Trained weights and statistics are kept."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
-        """Abort a running `propose` with CancelledError. `enabled=False` allows drafting again.
+        """Abort a running `propose` with CancelledError, or allow drafting again if `enabled` is False.
 
         Can be called from any thread.
         """

@@ -72,8 +72,8 @@ DEFAULT_MAX_WIDTH, DEFAULT_MAX_BRANCHES = 64, 8
 # Minimum number of leaves that a target must be able to verify for methods that draft trees. The number was
 # chosen as twice `DEFAULT_MAX_BRANCHES`.
 TREE_BRANCHES = 16
-# Maximum number of consecutive tokens to draft because a constraint determines them. The number was chosen to
-# match the longest draft of other drafters.
+# Maximum number of consecutive constraint-determined tokens to draft. The number was chosen to match the
+# maximum draft length of other drafters.
 MAX_FORCED_TOKENS = 16
 
 # --- Adaptive trees (`tree_growth.py`) ---
@@ -134,9 +134,9 @@ WINDOW_TOKENS = 1024
 WINDOW_TREE_TOKENS = 128
 # Number of prompt tokens used to measure a draft model's speed on first use, chosen to keep the delay short.
 WARM_UP_TOKENS = 16
-# Minimum fraction of the target's tokens that the draft model must share for token ids to be translated.
-# Otherwise, the draft model's text is tokenized again for the target. The fraction was chosen so that most
-# tokens can be drafted.
+# Translate token ids only if the draft model shares at least this fraction of the target's tokens. Otherwise,
+# retokenize the draft model's text for the target. The fraction was chosen so that most tokens can be
+# drafted.
 MIN_TRANSLATED_FRACTION = 0.5
 # Warn the user if the draft model has less than this fraction of the target's tokens, because then fewer
 # drafted tokens are accepted. The fraction was chosen so that a few missing tokens cause no warning.
@@ -162,7 +162,7 @@ OTHER_CHATS_TOKENS = 1 << 13
 # --- Lookahead decoding (`lookahead/`) ---
 
 # Maximum draft length assumed when the size of the lookahead window is selected at load time. It was chosen
-# to match the longest draft of other drafters.
+# to match the maximum draft length of other drafters.
 LOOKAHEAD_DRAFT_LENGTH = MAX_DRAFT_LENGTH
 # Initial guesses for future tokens are drawn at random from this many recent tokens. The number was chosen so
 # that guesses fit the current text.
@@ -190,5 +190,6 @@ MIN_TRAINED_AGREEMENT = 0.6
 # short.
 AGREEMENT_TOKENS = 96
 # A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from
-# `COST_PER_ROW`: otherwise, drafting costs more than it saves even if every drafted token is accepted.
+# `COST_PER_ROW`: with a larger copy, drafting costs more than it saves even if every drafted token is
+# accepted.
 MAX_COPY_SHARE = 1.0 - COST_PER_ROW

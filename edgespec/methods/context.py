@@ -1,4 +1,4 @@
-"""The context passed to methods that create drafters, and their result if they cannot draft."""
+"""Context for creating drafters, and the result if a method cannot draft."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadedHead(NamedTuple):
     """A head that drafts for a loaded target.
 
     Attributes:
-        name: The reference to the head, or a description for a head in the target's own files.
+        name: Reference to the head, or a description if the head is part of the target's own files.
         path: The path of the head's files. Empty for a head in the target's own files.
         state: The head's state, which the prefix cache stores.
     """
@@ -46,7 +46,7 @@ class DrafterContext:
     """A loaded target, with everything needed to create its drafters.
 
     Attributes:
-        target: The loaded target.
+        target: The target to draft for.
         files: The target's files.
         arguments: The checked arguments of `load`.
         named: The methods that the user named, excluding those that `auto` chooses.
@@ -62,9 +62,9 @@ class DrafterContext:
         why_no_head: Why there is no head. Empty if there is one.
         head_advice: How to draft with a head that is used only if the user names it. Can be empty.
         progress: Reports the progress of slow operations. Can be None.
-        loaded_heads: The heads of the drafters created so far. Methods add theirs.
-        dropped_heads: Why heads that were found are not used. Methods add theirs.
-        notices: Other notices for the user about the drafters. Methods add theirs.
+        loaded_heads: The heads of the drafters created so far. Methods append to this list.
+        dropped_heads: Reasons why available heads are not used. Methods append to this list.
+        notices: Other notices for the user about the drafters. Methods append to this list.
     """
 
     target: LanguageModel

@@ -240,6 +240,6 @@ class HeadCache(DraftCache):
             self.model.start_at(cells.start)
         else:
             self.model.truncate(cells.start)
-        # Forget the earlier tokens first, because a failed restore clears the KV cache.
+        # Drop the earlier tokens first, because a failed restore clears the KV cache.
         self.visible_tokens = list(tokens)
         self.model.restore(cells)

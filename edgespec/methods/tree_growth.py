@@ -182,8 +182,8 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return self._draft_pass_seconds.value / self._target_step_seconds.value
 
     def begin_round(self, draft_length: int) -> bool:
-        # Compute costs only up to the widths needed: on small models, computing all of them takes longer than
-        # a draft. A chain has at most `draft_length` tokens after the root.
+        # Compute costs only for the widths needed, because on small models computing all of them takes longer
+        # than drafting. A chain has at most `draft_length` tokens after the root.
         widths = draft_length + 2 if self.drafts_chains else self._max_width
         costs = np.array([self._v(width) for width in range(1, min(widths, self._max_width) + 1)])
         self._round = _Round(draft_length, self.draft_pass_cost, costs, self._clock(), self._is_forced)

@@ -1,1 +1,1 @@
-"""The backend-independent view of models: the protocols and facts that every backend provides."""
+"""Backend-independent interfaces to models: the protocols and facts that every backend provides."""

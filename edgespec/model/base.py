@@ -33,10 +33,11 @@ __all__ = [
     "Vocabulary",
 ]
 
-# The vocabularies of a target and its draft model may differ in size by up to this many padding tokens.
+# Maximum difference in vocabulary size between a target and its draft model, to allow for padding tokens.
 MAX_VOCAB_PADDING = 1024
 
-# Called with the name of the current task and the fraction done (0 to 1). Returns False to cancel the task.
+# Progress callback. Receives the name of the current task and the completed fraction (0 to 1), and returns
+# False to cancel the task.
 Progress = Callable[[str, float], bool]
 
 
@@ -51,9 +52,9 @@ class LoadOptions:
         initial_context_tokens: Initial size of the KV cache, which `resize` can enlarge. None allocates the
             full size immediately.
         gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
-        experts: Number of layers whose experts stay in main memory, while the rest of each layer is on the
-            GPU. These are the first layers with experts. None keeps no experts in main memory, unless the
-            planner decides otherwise.
+        experts: Number of layers, counting from the first with experts, whose experts stay in main memory
+            while the rest of the layer is on the GPU. None means no layers, unless the planner decides
+            otherwise.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
         flash_attention: `auto`, `on` or `off`.
@@ -70,7 +71,7 @@ class LoadOptions:
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
         own_head: Whether to load the drafting layers in the model's own files, such as those for multi-token
-            prediction (MTP). Required to draft with a `Head` without a path.
+            prediction (MTP). Required for a `Head` that has no path.
         parallel: Number of concurrent replies that share the model's passes. Each has a context of
             `context_tokens`.
         workers: The machines that hold the layers, or None if all layers are on this machine. The model
@@ -115,7 +116,7 @@ class LoadOptions:
     small_images: bool = False
 
     def for_draft(self) -> LoadOptions:
-        """Return these options for a draft model, without those that apply only to the target."""
+        """Return a copy of these options for a draft model, without those that apply only to the target."""
         return replace(
             self,
             is_draft=True,
@@ -139,8 +140,7 @@ class Snapshot:
         length: Position after the last copied token.
         data: The copied cache contents, in a backend-specific format.
         start: Position of the first copied token. Earlier tokens are not part of the copy.
-        heads: Copies of the states of the model's heads, keyed by head name. The model itself does not use
-            them.
+        heads: Copies of the states of the model's heads, keyed by head name. Not used by the model itself.
     """
 
     length: int
@@ -165,7 +165,7 @@ class Vocabulary(Protocol):
         """Convert text to token ids.
 
         Args:
-            text: The text.
+            text: The text to tokenize.
             special: Whether to parse control tokens that appear in the text.
             start: Whether to prepend the BOS token if the model uses one.
         """
@@ -184,14 +184,14 @@ class Vocabulary(Protocol):
         """Return a token's vocabulary entry as bytes, even for control tokens."""
 
     def same_entries(self, other: Vocabulary) -> bool:
-        """Return whether it is certain that every token id stands for the same token in both vocabularies.
+        """Return True if every token id is known to stand for the same token in both vocabularies.
 
         This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. False is
         inconclusive, so the entries must then be compared one by one.
         """
 
     def is_end(self, token: int) -> bool:
-        """Return True for tokens that end a reply (EOS, EOT)."""
+        """Return whether a token ends a reply (EOS or EOT)."""
 
 
 class LanguageModel(Protocol):
@@ -269,11 +269,11 @@ class LanguageModel(Protocol):
         """
 
     def prepare_image(self, image: Image) -> PreparedImage:
-        """Return the tokens that stand for an image in prompts.
+        """Prepare an image for use in prompts.
 
-        `prefill` and `prefill_prompt` accept them only while the returned object exists. The last token of a
-        prompt must be text, and the cache must not be truncated within an image. Can be called from any
-        thread.
+        `prefill` and `prefill_prompt` accept the image's tokens only while the returned object exists. The
+        last token of a prompt must be text, and the cache must not be truncated within an image. Can be
+        called from any thread.
 
         Raises:
             AttachmentError: The model cannot use this image.
@@ -296,10 +296,10 @@ class LanguageModel(Protocol):
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         """Run the nodes of a token tree after the cached tokens and return their logits.
 
-        If it raises an error, the cache contains no nodes of the tree.
+        If an error is raised, no nodes of the tree remain in the cache.
 
         Args:
-            tree: The tree. Its root is the last emitted token.
+            tree: The token tree, whose root is the last emitted token.
             first: First node to run. Earlier nodes must have been run by earlier calls. Drafters use this to
                 grow a tree level by level.
 
@@ -471,7 +471,7 @@ class Head:
 
     @property
     def shown_path(self) -> Path:
-        """The head's display path. Use only for heads that are not in the target's own files."""
+        """The head's path to show to users. Use only for heads that are not in the target's own files."""
         path = self.converted_from or self.path
         assert path is not None
         return path

@@ -62,7 +62,7 @@ def in_batches(
 def split_last_batch(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> tuple[Sequence[int], Sequence[int], Progress | None]:
-    """Split a prompt before its last batch, which contains no image.
+    """Split off the last batch of a prompt, which contains no image.
 
     Returns:
         The tokens before the last batch, the last batch, and a progress callback for the first part.
@@ -84,7 +84,7 @@ def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
 
 
 class BaseModel(ABC):
-    """Base class for models with their own KV cache. By default, they do not support self-drafting."""
+    """Base class for models with their own KV cache. By default, self-drafting is not supported."""
 
     facts: ModelFacts
     vocabulary: Vocabulary
@@ -164,7 +164,7 @@ class BaseModel(ABC):
         pass
 
     def check_can_draft(self, method: str) -> None:
-        """Raise CapabilityError with the reason if the model rules out a self-drafting method."""
+        """Raise CapabilityError with the reason if the model does not support a self-drafting method."""
         if reason := self.facts.capabilities.self_draft_refusals.get(method):
             raise CapabilityError(
                 f"the {method} method does not work with {self.facts.name}: {reason}",

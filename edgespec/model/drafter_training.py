@@ -116,7 +116,8 @@ class Student(Protocol):
         """Load the result of an earlier training run, or return None if the folder contains none.
 
         Raises:
-            ModelFileError: The folder contains something else, such as a head for a different target.
+            ModelFileError: The folder contains something else, such as a head that was trained for a
+                different target.
         """
 
     def untrained(self) -> Guesser | None:
@@ -128,7 +129,7 @@ class Teacher(Protocol):
 
     vocabulary: Vocabulary
     context_tokens: int
-    """Context length that the target was trained for. 0 if unknown."""
+    """Context length that the target was trained for, or 0 if it is unknown."""
 
     def write(
         self,
@@ -144,7 +145,7 @@ class Teacher(Protocol):
             prompts: The tokens of each prompt.
             temperatures: The temperature for each prompt.
             max_tokens: Maximum number of new tokens per prompt.
-            seed: Random seed. The same arguments give the same text.
+            seed: Random seed. Calls with the same arguments generate the same text.
             progress: Called with the completed fraction. Returning False cancels the call.
 
         Returns:
@@ -192,7 +193,7 @@ class Trainer(Protocol):
     """
 
     identity: str
-    """Fingerprint of the model and its weights. Saved adapters are only valid for the same fingerprint."""
+    """Fingerprint of the model and its weights. A saved adapter is valid only for the same fingerprint."""
 
     @property
     def adapted(self) -> bool:
@@ -204,7 +205,7 @@ class Trainer(Protocol):
 
     @property
     def peak_step_bytes(self) -> int:
-        """Peak additional memory used by any training step so far, in bytes. 0 before the first step."""
+        """Peak additional memory used by any training step so far in bytes, or 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
         """Enable or disable the adapter."""

@@ -102,7 +102,7 @@ class OpenLogs:
 
     def __init__(self) -> None:
         self.states: tuple[int, ...] = ()
-        # Each log, with the indices of the hidden states that make up one of its rows.
+        # Pairs of a log and the indices of the hidden states that each of its rows concatenates.
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
     def open(self, states: Sequence[int], size: int) -> HiddenStateLog:
@@ -150,11 +150,11 @@ class HeadModel(LanguageModel, Protocol):
 
     @property
     def first_position(self) -> int:
-        """The first position at which a token can be run."""
+        """First position at which the head can run a token."""
 
     @property
     def last_position(self) -> int:
-        """The last position at which a token can be run."""
+        """Last position at which the head can run a token."""
 
     def start_at(self, position: int) -> None:
         """Clear the KV cache and make it start at `position`. Tokens before `position` are never run."""
@@ -164,7 +164,7 @@ class HiddenStateSource(LanguageModel, Protocol):
     """A target that keeps the hidden states of its committed tokens for heads."""
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """Start a log of the hidden states of all tokens committed from now on, including prompts.
+        """Start logging the hidden states of all tokens committed from now on, including prompts.
 
         Several logs can be open at once. Logging does not change the model's logits.
 

@@ -1,4 +1,4 @@
-"""Validate and decode the images that users send to models."""
+"""Validate and decode images to send to models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "is_named_like_image", "looks_
 
 # Display names of the supported formats, keyed by Pillow's names.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
-# "Brands" (file type codes) of HEIC and AVIF, the formats in which phones store photos.
+# "Brands" (file type codes) of HEIC and AVIF, the formats that phones use for photos.
 _PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
 # Pillow's format name for multi-picture JPEG files, which some cameras write.
 _SEVERAL_JPEGS = "MPO"
@@ -57,7 +57,7 @@ def looks_like_image(data: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Image:
-    """A validated image file. Create it with `read`.
+    """A validated image file. Create one with `read`.
 
     Attributes:
         name: Display name, such as the file's path.

@@ -1,4 +1,4 @@
-"""Token ids that stand for images in prompts. They are larger than any id in a vocabulary."""
+"""Token ids that stand for images in prompts. They are larger than any id in any vocabulary."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PreparedImage:
 
 
 class TokenRun(NamedTuple):
-    """The range [start, end) of tokens in a sequence that are either text or a single image."""
+    """A range [start, end) of tokens that is either text or a single image."""
 
     start: int
     end: int
@@ -98,7 +98,7 @@ def end_of_images(tokens: Tokens) -> int:
 
 
 def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
-    """Split a sequence, which must not start inside an image, into runs of text and single images."""
+    """Split a sequence into runs of text and single images. The sequence must not start inside an image."""
     if len(tokens) and not contains_image(tokens):
         yield TokenRun(0, len(tokens), False)
         return

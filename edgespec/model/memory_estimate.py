@@ -1,4 +1,4 @@
-"""Estimates of a model's memory use, computed from its metadata before it is loaded.
+"""Estimate a model's memory use from its metadata, before the model is loaded.
 
 This module also chooses context sizes, and rejects models that do not fit in memory, prompts that do not fit
 in a context, and drafts that do not fit in a pass.
@@ -104,7 +104,7 @@ class MachineShare:
 
     @property
     def total_bytes(self) -> int:
-        """The memory that the target needs on this machine, in bytes."""
+        """Total memory that the target needs on this machine, in bytes."""
         return self.weight_bytes + self.cache_bytes + self.compute_bytes
 
 
@@ -126,7 +126,7 @@ class ExpertShares:
 
     @property
     def text(self) -> str:
-        """A user-facing list of the layers and bytes per device."""
+        """User-facing summary of the layers and bytes on each device."""
         on_gpu = self.layers - self.layers_in_memory
         return (
             f"{on_gpu} layers on the GPU ({format_bytes(self.gpu_bytes)}),"
@@ -199,7 +199,7 @@ class MemoryEstimator(Protocol):
     def streamable_layers(self) -> int: ...
 
     def streamed_bytes(self, options: LoadOptions) -> Mapping[int, int]:
-        """Return the bytes that each pass reads from disk with these options, for each streamed layer."""
+        """Return the bytes that each pass reads from disk with these options, keyed by streamed layer."""
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.

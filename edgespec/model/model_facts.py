@@ -70,8 +70,8 @@ class Capabilities:
         self_draft_refusals: Reasons why methods are not in `self_draft_methods`, keyed by method.
         exact: Whether the logits and KV cells of all passes that the model accepts agree bit for bit. See
             `bit_exactness`.
-        reuse_block_tokens: The KV cells of a prompt are reused in whole blocks of this many tokens, and only
-            if they were computed by prefill. 1 if any cells can be reused.
+        reuse_block_tokens: Block size in tokens for reusing a prompt's KV cells. Only whole blocks computed
+            by prefill can be reused. 1 if any cells can be reused.
         pass_widths: The widths to which verify passes are padded, in ascending order. Empty if passes are not
             padded.
         has_slow_width_changes: Whether a pass takes longer if the previous pass had a different width, as on
@@ -96,7 +96,7 @@ class Capabilities:
 
     @property
     def prefix_reuse_exact(self) -> bool:
-        """Whether cached tokens can be reused no matter how they were computed."""
+        """Whether cached tokens can be reused regardless of how they were computed."""
         return self.reuse_block_tokens == 1
 
     @property

@@ -98,7 +98,7 @@ class HeadNetwork(Protocol):
         """Estimate a head's memory, including the hidden-state log that it reads.
 
         Args:
-            head: The head.
+            head: The head to estimate.
             target: The target's path.
             context_tokens: Size of the head's KV cache in tokens.
 
@@ -305,7 +305,7 @@ def _built_in() -> tuple[Backend, ...]:
 
 
 def register(backend: Backend) -> Callable[[], None]:
-    """Register a backend. Its formats take precedence over those of earlier backends.
+    """Register a backend. Its formats take precedence over those of backends registered earlier.
 
     Returns:
         A function that unregisters the backend.

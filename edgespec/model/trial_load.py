@@ -35,7 +35,7 @@ __all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
 
 # Signals that indicate a crash, which a damaged model file may have caused.
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-# Maximum number of characters of llama.cpp's output that an error message quotes.
+# Maximum number of characters of llama.cpp's output to quote in an error message.
 _MAX_REASON = 200
 # Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many
 # bytes per second.
@@ -55,7 +55,7 @@ _OUT_OF_MEMORY = "std::bad_alloc"
 # Outcomes that the child process prints, one line per model. If the backend rejects the model's files, the
 # reason follows as a JSON string.
 _PASSED, _REFUSED = "passed", "refused"
-# Memory limit in bytes, excluding mapped files, of the child process that runs a trial.
+# Memory limit of the trial's child process in bytes, excluding mapped files.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
@@ -81,7 +81,7 @@ class TrialModel(NamedTuple):
 
     @property
     def tested_path(self) -> Path:
-        """The path to blame for a crash: the adapter's or the head's if there is one."""
+        """The path to blame for a crash: the adapter's or head's if one is tested, or else the model's."""
         if self.adapters:
             return Path(self.adapters[0].path)
         return self.head.path if self.head and self.head.path else self.path
@@ -180,8 +180,8 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                     if outcome == _PASSED:
                         _remember(key, _Result(False))
                     elif outcome:
-                        # Save only rejections with a stated reason. Others may have a temporary cause, such
-                        # as low memory.
+                        # Save only rejections for which a reason is given. Others may have a temporary cause,
+                        # such as low memory.
                         if reason := outcome.removeprefix(_REFUSED):
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))

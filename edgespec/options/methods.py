@@ -1,7 +1,7 @@
 """The drafting methods: their records, the registry of records, and a parser for method names.
 
 Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
-Everything that depends on which methods exist reads these records: options, help, planning, loading, `auto`,
+Everything that depends on the set of methods reads these records: options, help, planning, loading, `auto`,
 the chat and the documentation. `Wording` holds the drafting terms used in messages.
 """
 
@@ -218,7 +218,7 @@ def method(name: str) -> Method:
 
 
 def sources_text(drafters: str) -> str:
-    """Describe where drafters such as `model+suffix` get their tokens from."""
+    """Describe where the tokens of drafters such as `model+suffix` come from."""
     labels = {each.name: each.label for each in methods()}
     return " + ".join(dict.fromkeys(labels.get(name, name) for name in drafters.split("+")))
 

@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 _NO_LIMIT = (1 << 31) - 1
-# Maximum number of leaves of a draft tree.
+# Maximum number of leaves in a draft tree.
 _MAX_BRANCHES = 64
 # Maximum size of a text file in bytes, far more than a schema or a grammar needs. Without a limit, a path
 # such as /dev/zero would exhaust memory.
@@ -418,7 +418,7 @@ class TextList(Kind):
 
 
 class Choices(TextList):
-    """Texts to choose from. An empty tuple, the default, means that the option is not used."""
+    """Strings to choose from. An empty tuple, the default, means that the option is not used."""
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if value == []:

@@ -40,7 +40,7 @@ __all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments", "stated_sampli
 CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
 
 _MAX_SEED = (1 << 63) - 1
-# The option names that other programs use, plus those that occur only in GGUF metadata.
+# Option names that other programs use, plus those that occur only in GGUF metadata.
 _STATED_NAMES = FOREIGN_NAMES | {
     "penalty_freq": "frequency_penalty",
     "penalty_last_n": "penalty_window",

@@ -133,10 +133,10 @@ def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, 
     """Return the arguments for loading another model with the same settings.
 
     Args:
-        arguments: The arguments that one model was loaded with, including `draft`.
+        arguments: The arguments that the current model was loaded with, including `draft`.
 
     Returns:
-        The arguments, excluding `target`. Drafting stays off if it was off, and is automatic otherwise.
+        The arguments, excluding `target`. Drafting stays off if it was off, and otherwise becomes automatic.
     """
     named = arguments.get("method", "auto") not in ("auto", "none")
     own = {

@@ -177,7 +177,7 @@ def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str)
     """Return the error for an invalid value in a settings file, naming the file and line.
 
     Args:
-        file: The file.
+        file: The settings file.
         text: The file's contents, which are valid TOML.
         path: The keys of the value.
         problem: What is wrong with the value.
@@ -212,7 +212,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        # If the table was removed together with its last key, treat it as empty.
+        # If removing the last key also removed the table, treat the table as empty.
         found.setdefault(path[0], {})
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError
@@ -253,7 +253,7 @@ def _path(table: Any) -> KeyPath:
 
 
 def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
-    """Return a statement with a new value, preserving any comment after the old one."""
+    """Return a statement with its value replaced, preserving any comment after the value."""
     old = "\n".join(lines[here.first : here.after])
     name, _, _ = old.partition("=")
     value = _read(old)

@@ -91,7 +91,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the API that a path belongs to: the one with the longest matching prefix."""
+    """Return the API whose prefix is the longest match for a path."""
     prefixes = {prefix: protocol for protocol in _PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 
@@ -126,7 +126,7 @@ async def metrics(call: Call[None]) -> Response:
     """Return the server's metrics in Prometheus's text format."""
     gauges = {}
     for model in call.service.models.loaded:
-        # Wait in a thread, because a reply may hold the lock of the prefix cache.
+        # Use a thread, because a reply may be holding the prefix cache's lock.
         cache = (await asyncio.to_thread(model.runtime.memory)).prefix_cache
         gauges[model.name] = ModelGauges(model.queue.waiting, cache.memory_bytes, cache.memory_limit_bytes)
     text = call.service.metrics.text(gauges)

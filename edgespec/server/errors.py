@@ -31,10 +31,10 @@ from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
-# Value in seconds of the Retry-After header, which is sent when the server is busy or stopping.
+# Value of the Retry-After header in seconds, sent when the server is busy or stopping.
 _RETRY_SECONDS = 5
 _MAX_SHOWN_CHARACTERS = 100
-# Matches type names, which pydantic adds to the path of an invalid field that allows several types.
+# Matches the type names that pydantic adds to the error location of a union field.
 _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 
@@ -113,8 +113,8 @@ def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiErro
     code, kind = error.code, "exceed_context_size_error"
     if error.prompt_tokens is None or error.context_tokens is None:
         return ApiError(400, str(error), kind, code, prompt_field)
-    # Use OpenAI's wording about the maximum context length. Programs such as opencode, and those that use
-    # LiteLLM, recognise it and shorten the conversation.
+    # Use OpenAI's wording for prompts that exceed the context. opencode and programs that use LiteLLM
+    # recognise it and shorten the conversation.
     message = (
         f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it,"
         " or start the server with a larger --context"
@@ -134,16 +134,17 @@ def validation_error(
         advice: Advice for fields that only other endpoints support, keyed by field name.
     """
     problems = error.errors(include_url=False)
-    # Report fields of other endpoints first, because they explain why a required field is missing.
+    # Report fields that belong to other endpoints first, because they explain why a required field is
+    # missing.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
-    # If a field allows several types, pydantic reports a problem for each. Pick the most deeply nested one,
-    # because the client probably meant the type for which only part of the value is wrong.
+    # For a union field, pydantic reports an error for each type. Pick the most deeply nested one, because the
+    # client probably meant the type for which only part of the value is wrong.
     same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        # Keep the last name even if it looks like a type, because the client chose it.
+        # Keep the last part of the path even if it looks like a type name, because it comes from the request.
         place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), param=place, code=wrong.code)

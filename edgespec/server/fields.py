@@ -69,7 +69,7 @@ One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, i
 """The type of an unsupported field that may only be 1 or true. Other values are rejected."""
 
 # Maximum number of unknown fields in an object, and maximum length of their names in characters. These limits
-# bound the time for comparing names and the size of the list of ignored fields.
+# bound the time spent comparing names and the size of the list of ignored fields.
 _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
 # Maximum number of items to search for ignored fields. The limit was chosen to bound the search time.
 _MAX_SEARCHED_ITEMS = 1000
@@ -83,7 +83,7 @@ class _Fields(BaseModel):
     model_config = ConfigDict(strict=True)
 
     unlisted: ClassVar[frozenset[str]] = frozenset()
-    """Fields that `ignored_fields` omits, because the server honours them or sent them itself."""
+    """Fields that `ignored_fields` omits, because the server honours them or returned them itself."""
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields that the request sets, including those in nested objects."""
@@ -131,7 +131,7 @@ class RequestFields(_Fields):
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     ignores_unknown: ClassVar[bool] = True
-    """Whether to ignore unknown fields. Otherwise, they are rejected unless they are null."""
+    """Whether to ignore unknown fields. If not, they are rejected unless they are null."""
 
     advice: ClassVar[Mapping[str, str]] = {}
     """Advice for fields that only other endpoints support, keyed by field name."""

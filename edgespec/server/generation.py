@@ -74,8 +74,8 @@ class ChatPrompt:
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
         """Queue a request for a reply to this prompt.
 
-        If a tool call is required, the answer's schema is dropped, because there will be no answer.
-        Instructor, for example, sends both.
+        If a tool call is required, drop the answer's schema, because there will be no answer. Some clients,
+        such as Instructor, send both.
         """
         known = [str(tool["function"].get("name")) for tool in self.tools]
         if "schema" in options and read_choice(self.tool_choice, known).mode == "required":
@@ -92,7 +92,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to continue verbatim, without the chat template, and images that precede it."""
+    """Text to continue verbatim, without the chat template, optionally preceded by images."""
 
     text: str
     images: tuple[Image, ...] = ()
@@ -170,7 +170,7 @@ class Generation:
             self.cancel()
 
     async def events(self) -> AsyncIterator[ReplyPart]:
-        """Yield the chunks of all replies as they are generated, and each reply after its last chunk.
+        """Yield the chunks of all replies as they arrive, and each finished reply after its last chunk.
 
         Raises:
             EdgespecError: A reply failed or was cancelled.

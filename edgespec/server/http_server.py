@@ -32,7 +32,7 @@ _HEADER_SECONDS = 20.0
 # Keep-alive timeout: idle connections are closed after this many seconds.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Delay in seconds before the first check of whether the client of a half-closed connection is still reading.
+# Delay in seconds before first checking whether a client that half-closed its connection is still reading.
 # The delay doubles after each check, and the second check detects a client that has gone away. The value was
 # chosen, not measured.
 _READER_CHECK_SECONDS = 0.25
@@ -40,7 +40,7 @@ _READER_CHECK_SECONDS = 0.25
 _MAX_CONNECTIONS = 512
 # Grace period in seconds for unfinished replies after a stop request.
 _GRACE_SECONDS = 5.0
-# Timeout in seconds for closing connections on shutdown, in case clients neither send nor read.
+# Timeout in seconds on shutdown for closing connections whose clients neither send nor read.
 _CLOSE_SECONDS = 10
 
 
@@ -144,7 +144,10 @@ class HttpServer:
 def _lend(
     models: ModelPool, loop: asyncio.AbstractEventLoop, wanted: Identity
 ) -> AbstractContextManager[Lent] | None:
-    """Lend a model to a chat on this machine, or return None. Called in the threads of a `ModelHost`."""
+    """Lend a model to a chat on this machine, or return None if it cannot be shared.
+
+    Called in the threads of a `ModelHost`.
+    """
     found = models.find_shared(wanted)
     return None if found is None else _borrowed(models, loop, found)
 
@@ -173,7 +176,7 @@ class _TimedProtocol(H11Protocol):
     uvicorn supports neither. Programs such as `nc -N` and some libraries close their side of the connection
     after the request (`shutdown(SHUT_WR)`) and still read the response. On the wire, that looks the same as a
     client that has gone away, whose reply must be cancelled. The two can only be told apart by sending
-    something, because a client that has gone away resets the connection. The server therefore sends the
+    data, because a client that has gone away then resets the connection. The server therefore sends the
     interim response `100 Continue`, which clients skip.
     """
 

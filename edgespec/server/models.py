@@ -43,7 +43,8 @@ __all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]
 
 # Seconds between checks for models that have been idle for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
-# Options that name files for a single model, so they apply only to the target that the user chose.
+# Options that name files for one particular model, and therefore apply only to the target that the user
+# chose.
 _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ _MISSPELT_SIMILARITY = 0.7
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """The model on this machine that a request's model name refers to.
+    """The model on this machine to which a request's model name refers.
 
     Attributes:
         name: The name to report in the reply: the one in the request, or that of the server's own model if
@@ -230,7 +231,7 @@ class ModelPool:
         if entry is None:
             entry = self._entries[files] = _Entry(found)
             entry.ready = asyncio.create_task(self._load(found, entry))
-            # Retrieve the exception even if no request is waiting, because asyncio would otherwise log it.
+            # Retrieve the exception even if no request is waiting. Otherwise, asyncio would log it.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
             raise BusyError(
@@ -294,7 +295,7 @@ class ModelPool:
                 resolved = self._found(name).resolved
                 known.setdefault(name.lower(), _described(name, resolved, loaded))
         for each in installed.models:
-            # A model that has no name of its own can be used only through an alias.
+            # Skip models without a name of their own, which can be used only through an alias.
             with suppress(EdgespecError, OSError):
                 if not _is_path(each.reference):
                     created = int(each.path.stat().st_mtime)
@@ -390,7 +391,8 @@ class ModelPool:
             room = self._budget_bytes - sum(model.memory_bytes for model in others)
             beside = {**options, "memory": room}
             has_cards = any(model.runtime.plan and len(model.runtime.plan.pools) > 1 for model in others)
-            # A plan for a GPU cannot be limited to part of the GPU's memory.
+            # Unload the others if any is on a GPU, because a plan cannot be limited to part of a GPU's
+            # memory.
             if not has_cards and room > 0 and await asyncio.to_thread(_fits, beside):
                 return beside
             await self._unload(min(self._entries, key=self._last_used))
@@ -457,7 +459,7 @@ class ModelPool:
     async def close(self) -> None:
         """Cancel loading and all replies, and free all models."""
         self._stopping.set()
-        # Close the queues first, which ends replies that a loading model may be waiting for.
+        # Close the queues first. This ends the replies that a loading model may be waiting for.
         for model in [*self.loaded, *self._leaving]:
             await asyncio.to_thread(model.queue.close)
         async with self._turn:

@@ -61,7 +61,7 @@ class EventStream(Response):
         self._pings = media_type == "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send the stream. An error after the start is sent as the last event."""
+        """Send the stream. If an error occurs after the start, report it in the last event."""
         try:
             await _send_within_limit(
                 send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

@@ -1,4 +1,4 @@
-"""Check that a client may use the server, before reading anything else in its request."""
+"""Check whether a client may use the server, before the body of its request is read."""
 
 from __future__ import annotations
 

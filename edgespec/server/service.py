@@ -134,7 +134,7 @@ class Service:
 class StoredItems:
     """Items of recent responses, as JSON, keyed by id. Use only in the event loop.
 
-    If the total size exceeds `max_bytes`, the oldest items are removed. Any client that knows an item's id
+    The oldest items are removed when the total size exceeds `max_bytes`. Any client that knows an item's id
     can use it, so ids must be unguessable.
 
     Args:

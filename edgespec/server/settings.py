@@ -29,10 +29,10 @@ class ServerSettings:
         load_options: Options of `edgespec.load`. Options for a single model apply only to `target`.
         reply_options: Default reply options.
         host: Address to listen on.
-        port: Port to listen on. 0 chooses a free one.
+        port: Port to listen on, or 0 to choose a free one.
         api_key: Key that clients must send. Required unless `host` is a loopback address.
         allowed_origins: Origins of the web pages that may use the server, in the syntax of `origins_regex`.
-        idle_unload_seconds: Time after which an unused model is unloaded. 0 never unloads models.
+        idle_unload_seconds: Time after which an unused model is unloaded. If 0, models stay loaded.
         max_waiting: Maximum number of requests waiting for each model.
 
     Raises:

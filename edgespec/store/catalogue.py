@@ -1,6 +1,6 @@
 """The catalogue of models that edgespec knows by name, and the user's aliases and draft pairs.
 
-The catalogue also suggests larger models that fit this machine to users of the default model.
+It also suggests larger models to users of the default model, if this machine has enough memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_DOWNLOAD_BYTES = 10_000_000_000
 # Size in bytes of an 8,192-token KV cache, and the parameter count of a model that needs a cache of this
 # size. For other models, the size is scaled by the square root of the parameter count.
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
-# Memory for compute buffers, the draft model's KV cache and Python.
+# Memory in bytes for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20
 
 
@@ -175,8 +175,8 @@ class HeadEntry:
     def fits_format(self, form: ModelFormat) -> bool:
         """Return whether the head's files can be used with models in this format.
 
-        Published heads that are folders can be used with all formats, because edgespec converts them for GGUF
-        models. A head in a single file requires a format whose models are also single files.
+        A head published as a folder works with all formats, because edgespec converts it for GGUF models. A
+        single-file head requires a format whose models are also single files.
         """
         return not self.gguf_file or format_of(form).one_file_per_quantisation
 
@@ -291,7 +291,7 @@ class Catalogue:
 
 
 def _header_names(entry: ModelEntry) -> set[str]:
-    """Return the possible names in a model's GGUF headers, reduced to lower-case letters and digits."""
+    """Return the possible names in a model's GGUF headers, normalised to lower-case letters and digits."""
     repository = entry.gguf_repository.rpartition("/")[2].removesuffix("-GGUF")
     return {_letters(name) for name in (entry.header_name, repository) if name}
 
@@ -421,7 +421,7 @@ class Suggestion(NamedTuple):
 
 
 def needed_bytes(file_bytes: int, parameters: int) -> int:
-    """Estimate the bytes of memory that a model and its draft model need with a context of 8,192 tokens.
+    """Estimate the memory in bytes that a model and its draft model need for an 8,192-token context.
 
     Args:
         file_bytes: Combined size of both models' files.

@@ -37,8 +37,8 @@ MIN_ESTIMABLE_BYTES = 64 * 2**20
 RATE_AT_EQUAL_SIZE, RATE_PER_DECADE = 0.86, 0.08
 # Limits on the assumed acceptance rate, chosen so that extreme sizes do not give rates near 0 or 1.
 MIN_ASSUMED_RATE, MAX_ASSUMED_RATE = 0.3, 0.95
-# Assumed size of a draft model relative to the target if either file cannot be read. It was chosen as a
-# typical ratio.
+# Assumed size of a draft model relative to the target if either file cannot be read, chosen as a typical
+# ratio.
 ASSUMED_SIZE_RATIO = 0.1
 # Assumed acceptance rate of a head or a low-bit copy. It is derived from a published benchmark: AngelSlim
 # measured 1.99 tokens per target pass with its EAGLE-3 head for Qwen 3 8B and two-token drafts, which
@@ -71,8 +71,8 @@ MIN_SHARED_FRACTION = 0.5
 # Minimum fraction of the target's tokens that a draft model selected by `--draft auto` must share. It was
 # chosen so that models selected automatically lack only a few tokens.
 AUTO_MIN_SHARED_FRACTION = 0.9
-# Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this. Chosen so that
-# the catalogue's order decides between similar estimates.
+# Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this value. It was
+# chosen so that the catalogue's order decides between similar estimates.
 EQUAL_SPEEDUP_RATIO = 0.97
 # Context length in tokens that is assumed when estimating KV cache sizes, chosen to match a long chat.
 ESTIMATED_CONTEXT_TOKENS = 8192

@@ -79,7 +79,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and how it was determined, for messages."""
+        """Text that states the expected speed-up and how it was determined."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -89,7 +89,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """How much of the target's vocabulary the draft model shares, for messages."""
+        """Text that states how much of the target's vocabulary the draft model shares."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -184,7 +184,7 @@ def choose_draft(
     try:
         draft = resolve(best.reference, allow_download=False)
     except EdgespecError as error:
-        # The draft model has become unusable. For example, another program has deleted the file, or its
+        # The draft model has become unusable, for example because another program deleted the file or its
         # reference now matches several models.
         assert best.path is not None
         failed = {**failed, best.path: error.what}

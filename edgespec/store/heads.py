@@ -56,8 +56,8 @@ HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
 # Maximum number of entries to read in a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
-# Where heads are found, most preferred first. A head next to the model takes precedence over one from the
-# catalogue, because the user probably put it there on purpose.
+# Places where heads are found, most preferred first. A head next to the model takes precedence over one from
+# the catalogue, because the user probably put it there on purpose.
 _SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
 
 
@@ -105,7 +105,7 @@ class HeadOption:
 
     @property
     def expectation(self) -> str:
-        """The head's size and expected speed-up, for messages, or an empty string if both are unknown."""
+        """Text with the head's size and expected speed-up, or an empty string if both are unknown."""
         size = format_bytes(self.size_bytes) if self.size_bytes else ""
         if not self.speedup:
             return size
@@ -139,7 +139,7 @@ def head_options(target: Resolved) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the heads for a catalogue model that is not on this machine, starting with its own."""
+    """Return the heads for a catalogue model that is not on this machine, those in its own files first."""
     own = [
         HeadOption("", kind, None, "target", problem=_why_not_yet(kind, entry.file_format))
         for kind in entry.heads
@@ -196,7 +196,7 @@ def _other_head(refused: Resolved, target: Resolved) -> str:
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
-    """Yield files and folders in or next to a model's folder that are named like heads."""
+    """Yield files and folders with head-like names in or next to a model's folder."""
     names = "|".join({*head_names(), *head_kinds()})
     is_sidecar = re.compile(rf"(?:{names})\d?(?:[-_.]|$)", re.IGNORECASE).match
     for folder in (target, target.parent) if target.is_dir() else (target.parent,):

@@ -198,7 +198,6 @@ def group_gguf_files(files: Iterable[HubFile]) -> list[list[HubFile]]:
 
 
 def _is_complete(parts: Sequence[HubFile]) -> bool:
-    """Return whether all parts of a GGUF model are present."""
     return len(parts) == parts[0].part_count
 
 
@@ -312,7 +311,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
         ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
         main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        # Skip links that point outside the repository, because such a link could lead to a whole disk.
+        # Skip links that point outside the repository, since they could lead to an entire disk.
         snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
         yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 

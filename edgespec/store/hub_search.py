@@ -11,7 +11,7 @@ __all__ = ["search_hub"]
 
 # The quantisation that edgespec downloads by default, and its average number of bits per weight.
 _QUANTISATION, _BITS = "Q4_K_M", 4.85
-# Timeout in seconds for a search. It is short, because the user is waiting.
+# Timeout in seconds for a search, kept short because the user is waiting.
 _TIMEOUT_SECONDS = 10.0
 
 

@@ -340,7 +340,7 @@ def find_projector(model: Resolved) -> Path | None:
     names: list[str] = []
     with suppress(OSError):
         names = [path.name for path in folder.iterdir()]
-    # Check the size, because a folder can also contain other models' projectors.
+    # A folder can also contain other models' projectors, so check the size.
     while info and (name := best_projector(names, model.path.name)):
         with suppress(ModelFileError):
             if read_projector(folder / name).hidden_size == info.hidden_size:
@@ -421,7 +421,7 @@ class RecommendedSetting(NamedTuple):
     """The recommended value of one sampling setting.
 
     Attributes:
-        value: The value.
+        value: The recommended value.
         source: Where the value comes from: `Ollama`, `the model's files` or `the catalogue`.
     """
 

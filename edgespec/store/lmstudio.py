@@ -27,7 +27,7 @@ class _Repository(NamedTuple):
     """A repository folder in LM Studio's models folder.
 
     Attributes:
-        folder: The folder.
+        folder: Path of the folder.
         name: `publisher/repository`.
         files: The GGUF files in the folder.
         has_config: Whether the folder contains a config.json and could therefore be an MLX model.

@@ -21,8 +21,8 @@ _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _PROJECTOR = "application/vnd.ollama.image.projector"
 _PARAMETERS = "application/vnd.ollama.image.params"
-# Media types of files that edgespec does not use, with user-facing names. Templates are among them, because
-# Ollama's are Go templates.
+# Media types of files that edgespec ignores, with user-facing names. Templates are ignored because Ollama
+# writes them in Go's template language.
 _UNUSED = {
     "application/vnd.ollama.image.template": "template",
     "application/vnd.ollama.image.system": "system prompt",
@@ -155,8 +155,8 @@ def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
 def _unused(parts: Sequence[tuple[str, str]], parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a model's parts that edgespec does not use.
 
-    Stop strings are left out, because most manifests contain some, and they only duplicate the end tokens in
-    the GGUF file.
+    Stop strings are left out because most manifests contain some, which only duplicate the end tokens in the
+    GGUF file.
     """
     kinds = dict(parts)
     unused = [name for kind, name in _UNUSED.items() if kind in kinds]

@@ -198,7 +198,7 @@ def _resolve_name(
     if os.path.exists(full_name):
         return resolve_path(Path(full_name))
     if stored:
-        # This raises an error, because the model is unusable.
+        # This always raises an error, because the model is unusable.
         return _resolve_stored(typed, stored)
     _refuse_head(full_name)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])

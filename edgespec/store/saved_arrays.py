@@ -96,7 +96,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
 
 
 def models_fingerprint(*models: ModelFacts) -> str:
-    """Return a hash of models, in order, that covers their weights and adapters.
+    """Return an order-dependent hash of models that covers their weights and adapters.
 
     Only a few blocks of each weight file are read. For unreadable files, only the name is hashed.
     """

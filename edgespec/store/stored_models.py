@@ -113,7 +113,7 @@ def files_below(
         folder: The folder to search.
         depth: Maximum depth of subfolders to search.
         budget: The number of folder entries that may still be read.
-        inside: Symbolic links that point outside this folder are ignored. None follows all links.
+        inside: Ignore symbolic links that point outside this folder. If None, follow all links.
     """
     seen = set(_parents(folder))
     waiting = [(folder, depth, budget)]

@@ -30,7 +30,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", r
 
 
 def as_integer(value: Any) -> int | None:
-    """Convert `value` to an int if it is any kind of integer except a boolean. Otherwise, return None."""
+    """Return `value` as an int if it is an integer of any type but not a boolean, or else None."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -86,7 +86,7 @@ def parse_size(name: str, value: str | int) -> int:
 
     Args:
         name: The option's name, for the error message.
-        value: The size.
+        value: The size to convert.
 
     Raises:
         OptionError: `value` is not a size, or is so small that it probably lacks a unit.

@@ -17,7 +17,7 @@ import psutil
 
 __all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "control_groups", "usable_cores"]
 
-# Speed measurements are considered distorted if other programs use more than this number of cores.
+# Speed measurements count as disturbed if other programs use more than this number of cores.
 MAX_BUSY_CORES = 0.3
 
 _READ_INTERVAL_SECONDS = 0.25
@@ -89,8 +89,8 @@ class CpuLoad:
     def ignored(self) -> Iterator[None]:
         """Ignore the load of other programs inside the `with` block.
 
-        This keeps the number of CPU threads the same for every pass. Some kernels round differently with a
-        different number of threads, so bit-for-bit comparisons of logits require it.
+        This keeps the number of CPU threads the same for every pass. Bit-for-bit comparisons of logits
+        require this, because the rounding of some kernels depends on the number of threads.
         """
         with self._lock:
             self._ignored += 1

@@ -29,11 +29,12 @@ __all__ = [
     "write_error",
 ]
 
-# Number of bytes written to test a folder. Some file systems can store tiny files even on a full disk.
+# Size in bytes of the test file. It must not be tiny, because some file systems can store tiny files on a
+# full disk.
 _TRIAL_BYTES = 1 << 16
 PARALLEL_READS, READ_BYTES = 4, 2 << 20
 """Number of parallel reads and the size of each, chosen to reach a disk's full speed. On a virtual disk, four
-reads of 2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8.
+reads of 2 MB reached 1.0 to 1.1 GB/s, and a single read of 8 MB only 0.4 to 0.8 GB/s.
 """
 # Time limit for a measurement in seconds, chosen so that the wait is not noticeable.
 _READ_SECONDS = 0.3
@@ -71,7 +72,7 @@ def append_error(path: Path) -> OSError | None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Add the reason, which NumPy omits, to errors from writing a file in the block.
+    """Add the reason, which NumPy omits, to errors raised while the block writes a file.
 
     Args:
         path: The file that the block writes.

@@ -19,14 +19,14 @@ from edgespec.system.files import cache_folder, error_reason, regular_file_bytes
 
 __all__ = ["Facts"]
 
-# Format of the file. A file with another version is replaced.
+# Version of the file format. A file with another version is replaced.
 _VERSION = 1
 # Maximum number of facts of one kind, and maximum size of one value in bytes. The largest kind has an entry
 # per pair of installed models, and the largest value takes about 10 KiB. Both limits were chosen to leave
 # ample room.
 _MAX_FACTS, _MAX_VALUE_BYTES = 5000, 2**18
 # Lock timeout in seconds, and seconds to leave the file alone after a timeout, so that a process that hangs
-# while writing does not delay every call. Both were chosen, not measured.
+# while writing does not delay every call. Both values were chosen rather than measured.
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 60.0
 _CREATE_TABLE = "CREATE TABLE facts (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
 _DELETE_OLDEST = (
@@ -94,7 +94,7 @@ class Facts:
         return None if value is None else json.loads(value)
 
     def put(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Save facts of one kind. If there are too many facts of this kind, the oldest ones are deleted."""
+        """Save facts of one kind. If there are too many facts of that kind, delete the oldest."""
         unsaved, rows = self._unsaved, dict(self._unsaved.facts)
         for key, fact in facts.items():
             if len(value := json.dumps(fact).encode()) <= _MAX_VALUE_BYTES:

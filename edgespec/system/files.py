@@ -160,8 +160,8 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """Read a regular file. Pipes and devices are rejected, because reading them could block forever.
 
     Args:
-        path: The file.
-        max_bytes: Maximum size of the file. No limit if None.
+        path: The file to read.
+        max_bytes: Maximum size of the file, or None for no limit.
 
     Raises:
         OSError: The path is not a regular file, the file is too large, or it cannot be read.
@@ -232,7 +232,7 @@ def delete_stale_temporaries(folder: Path, name: str = "") -> None:
 
     Args:
         folder: The folder to clean.
-        name: The file whose temporary files to delete. If empty, those of all files are deleted.
+        name: Name of the file whose temporary files to delete. If empty, those of all files are deleted.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
@@ -326,7 +326,7 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
     """Return advice for an error that occurred while writing to a folder.
 
     Args:
-        error: The error.
+        error: The error that occurred.
         folder: The folder to write to.
         setting: The option or environment variable that chooses another folder, such as `--to` or
             `HF_HUB_CACHE`. Empty if there is none.
@@ -372,8 +372,8 @@ def delete_files(paths: Iterable[Path]) -> int:
 class MappedFiles:
     """Memory-mapped files and their sizes at load time.
 
-    Reading a page beyond the end of a mapped file kills the process with SIGBUS. Call `check` before a pass
-    to detect a truncated file.
+    Reading a page beyond the end of a mapped file kills the process with SIGBUS. Call `check` before each
+    pass to detect truncated files.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:

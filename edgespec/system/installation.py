@@ -1,4 +1,4 @@
-"""Package versions, and shell commands for messages, such as the installation command."""
+"""Look up package versions, and build shell commands to show in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggest names that the user may have meant when a name is misspelt."""
+"""Suggest the names that a user may have meant by a misspelt name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handle the encodings of stdin, stdout and command-line arguments."""
+"""Handle the encodings of standard streams and command-line arguments."""
 
 from __future__ import annotations
 

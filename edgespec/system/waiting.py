@@ -1,4 +1,4 @@
-"""Wait for long calls in a way that Ctrl-C and progress callbacks can interrupt."""
+"""Wait for long calls in a way that lets Ctrl-C and progress callbacks interrupt the wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wait_for(
 
     Args:
         work: The call to wait for. It keeps running in its thread if the wait ends early.
-        poll: Called every 50 ms while `work` runs. An exception that it raises ends the wait.
+        poll: Called every 50 ms while `work` runs. If it raises an exception, the wait ends.
         discard: Called with the result of `work` if the wait ended early.
     """
     # Importing this module takes 10 ms, and `edgespec --help` does not need it.

@@ -91,7 +91,7 @@ class ServerConnection:
         self.problem = ""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool, restarting the server if it has exited. Failures are returned, not raised."""
+        """Call a tool, restarting the server if it has exited. Failures are returned as results."""
         from edgespec.tools.transport import is_connection_lost
 
         began = monotonic()
@@ -203,7 +203,7 @@ class Toolbox:
     The first call to `start` or `call` starts a background thread. Nothing runs before that.
 
     Args:
-        configs: The servers.
+        configs: The configurations of the servers.
 
     Attributes:
         servers: The connections, keyed by server name.

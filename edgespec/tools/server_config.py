@@ -17,8 +17,8 @@ from edgespec.system.spelling import nearest
 
 __all__ = ["ServerConfig", "allow_always", "read_servers", "servers_path"]
 
-# Server names must not contain underscores, because the model sees a tool as SERVER_TOOL, where the first
-# underscore ends the server's name.
+# Server names must not contain underscores, because the model sees tool names of the form SERVER_TOOL, in
+# which the first underscore ends the server name.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 _MAX_TIMEOUT_SECONDS = 3600.0
 

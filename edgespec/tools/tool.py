@@ -125,7 +125,7 @@ class ToolResult:
 
     @classmethod
     def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
-        """Convert an MCP SDK result, replacing non-text content with a short description."""
+        """Convert a result from the MCP SDK, replacing non-text content with short descriptions."""
         parts = [_result_text(content) for content in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]

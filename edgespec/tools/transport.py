@@ -50,7 +50,7 @@ class Problems:
         flooded: Whether the server exceeded the data limit.
         exit_status: Exit status of the server's program. None if it is running or was not started.
         stderr: The last lines of the program's stderr.
-        ended: Set when the server's program closed the connection, or when edgespec disconnected it.
+        ended: Set when the server's program has closed the connection, or edgespec has disconnected it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Problems:
 
 
 class _Allowance:
-    """Limits the number of bytes received since our last request."""
+    """Limits the number of bytes that a server may send between two of our requests."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -178,8 +178,8 @@ async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any
         assert process.stdin is not None
         async with sent_reader:
             async for each in sent_reader:
-                # Do not reset the limit when answering the server's requests, or it could send any number of
-                # them.
+                # Do not reset the limit when answering the server's requests, or the server could send any
+                # number of them.
                 if isinstance(each.message, types.JSONRPCRequest):
                     allowance.reset()
                 text = each.message.model_dump_json(by_alias=True, exclude_unset=True)

@@ -28,8 +28,8 @@ __all__ = [
 
 # Maximum number of tokens per training step. Larger batches need more memory for the target's logits.
 BATCH_TOKENS = 1_536
-# With few conversations, batches are smaller, to get about 1,500 steps. The minimum of 256 tokens is about
-# one conversation.
+# With few conversations, batches are made smaller, so that there are about 1,500 steps, but not below 256
+# tokens, which is about one conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
 # Number of epochs. With more, heads overfit and become worse on other text.
 PASSES = 3

@@ -51,7 +51,7 @@ class DrafterFigures:
 def measure_drafter(
     drafter: Guesser, conversations: Sequence[Conversation], batch_tokens: int, progress: Progress
 ) -> DrafterFigures:
-    """Draft at every position of the replies, and compare the drafts with the target's top tokens.
+    """Draft from every position in the replies, and compare the drafts with the target's top tokens.
 
     Args:
         drafter: The head or draft model to evaluate.

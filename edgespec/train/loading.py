@@ -1,4 +1,4 @@
-"""Load the target and the draft model to train, or explain which version of the model is needed."""
+"""Load the target and the draft model to train, or explain which version of either model is needed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
     """Find the draft model to train, downloading it if the user named it.
 
     Args:
-        target: The target.
+        target: The model to draft for.
         reference: Reference to the draft model. `auto` chooses the one that `edgespec chat` would use.
         folder: Folder for the trained draft model.
         progress: Called during a download. Returning False cancels it.

@@ -246,7 +246,7 @@ def _write_conversations(
     wanted_tokens: int,
     progress: Progress,
 ) -> None:
-    """Generate conversations until they have `wanted_tokens` tokens in total, saving each batch."""
+    """Generate and save batches of conversations until they contain `wanted_tokens` tokens in total."""
     tokens = sum(len(each.tokens) for each in conversations)
     batch = len(saved.conversation_files())
 
@@ -314,7 +314,7 @@ def _publish(trainer: DrafterTrainer, folder: Path) -> None:
 
 
 def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> None:
-    """Convert the trained head to GGUF. The error for a failure says that the training succeeded."""
+    """Convert the trained head to GGUF. If that fails, the error says that the training itself succeeded."""
     if not progress("converting the head to GGUF", 0.0):
         raise CancelledError("the conversion was cancelled")
     try:

@@ -27,7 +27,7 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 T = TypeVar("T")
 
-# Saved speeds slower than this many seconds per token are rejected as damaged.
+# Maximum plausible time per token in seconds. A slower saved speed is rejected as damaged.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 _LOCK_FILE = "lock"
@@ -194,7 +194,7 @@ class TrainingFolder:
         """Return the saved progress, or new progress if none was saved.
 
         Raises:
-            ModelFileError: The file is damaged, or is missing although `required` is True.
+            ModelFileError: The file is damaged, or it is required but missing.
         """
         file = self.path / _PROGRESS
         if not file.exists():
@@ -207,7 +207,7 @@ class TrainingFolder:
         """Check that the saved progress belongs to these training steps.
 
         Args:
-            progress: The saved progress.
+            progress: The progress to check.
             steps: The batch of conversations for each step.
 
         Raises:
@@ -346,7 +346,7 @@ def lock_training(path: Path) -> Iterator[None]:
     The operating system releases the lock when the process exits, even if it is killed.
 
     Args:
-        path: The folder. Created if it does not exist. On exit, it and its parent folder are deleted if
+        path: The folder, which is created if it does not exist. On exit, it and its parent are deleted if
             empty.
 
     Raises:

@@ -22,7 +22,7 @@ __all__ = ["TrainingSpeed", "measure_speed"]
 _TRIAL_TOKENS = (2, 24)
 _LONG_WRITE_SECONDS = 5.0
 # Number of conversations in each trial step. Larger steps take less time per token and are closer to real
-# ones. Slow machines run only the first, because a step cannot be interrupted.
+# training steps. Slow machines run only the first trial step, because a step cannot be interrupted.
 _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
 _LONG_STEP_SECONDS = 1.0
 
@@ -58,7 +58,7 @@ def measure_speed(
     """Measure the speed of a training run by generating some text and training on it.
 
     Args:
-        teacher: The target.
+        teacher: The target, which generates the text.
         student: The kind of head, or the draft model, to train.
         question_start: The prompt that makes the target generate a question.
         progress: Called repeatedly. Returning False cancels the trial.

@@ -46,7 +46,7 @@ class ConversationWriter:
     same batches.
 
     Args:
-        teacher: The target.
+        teacher: The target, which generates the conversations.
         template: The target's chat template.
         prompts: Prompts to answer in the first batches. In later batches, the target generates the
             questions.
@@ -110,7 +110,7 @@ class ConversationWriter:
         return written
 
     def _ask(self, batch: int, progress: Progress) -> list[TrainingPrompt]:
-        """Return questions that the target generates after `question_start`, skipping unfinished ones."""
+        """Have the target continue `question_start`, and return the finished questions."""
         count = BATCH_CONVERSATIONS
         starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
         questions = self._teacher.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)

@@ -63,11 +63,12 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# Limits, in lines and characters, for the typed text on the loading screen. Only its end is shown.
+# Maximum number of lines and characters of typed text to show on the loading screen. Only the end of longer
+# text is shown.
 _SHOWN_LINES = 5
 _SHOWN_CHARACTERS = 200
 # Number of partial garbage collections before a full one, which takes about 100 ms. `Transcript` usually
-# triggers a full collection earlier, while the user presses no keys.
+# triggers a full collection earlier, while the user is not typing.
 _FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
@@ -402,7 +403,7 @@ class ChatApp(App[None]):
         self.exit()
 
     def keep_typed(self) -> str:
-        """Save what the user typed while a model was loading, if the chat ended before it could be sent.
+        """Save text typed during loading that could not be sent before the chat ended.
 
         Returns:
             A message about the unsent text, or an empty string if nothing was typed.
@@ -434,9 +435,9 @@ class ChatApp(App[None]):
         return self.is_running and self.call_later(self._quit_now)
 
     async def _quit_now(self) -> None:
-        # Quit at once if the model is still loading, because loading cannot always be stopped quickly.
+        # Loading cannot always be stopped quickly, so quit at once if the model is still loading.
         self._leaving = self._leaving or self.screen is self._loading
-        # Do not ask for confirmation, because the terminal may be closed.
+        # Skip the warning about unsaved chats, because the terminal may already be closed.
         self._are_losses_known = True
         await self.action_quit()
 
@@ -448,7 +449,7 @@ def quick_screen() -> Iterator[None]:
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*thresholds[:2], _FULL_COLLECTION_THRESHOLD)
     # Exclude all existing objects, such as modules, from garbage collection. The model is loaded later, so
-    # its memory can be freed.
+    # its memory can still be freed.
     gc.freeze()
     try:
         yield
@@ -459,7 +460,7 @@ def quick_screen() -> Iterator[None]:
 
 
 class LoadingScreen(Screen[None]):
-    """Screen that shows the model name and loading progress, and collects input typed meanwhile.
+    """Screen that shows the model name and loading progress, while collecting typed input.
 
     Attributes:
         waiting: The messages and commands that the user has entered. They are sent in this order once the

@@ -34,8 +34,8 @@ class Archive:
 
     Attributes:
         unsaved: The errors of chats whose last save failed, keyed by chat ID. Each message names the chat.
-        branched: Set to True when a chat was saved under a new ID, because another program had changed it.
-            The caller resets this to False after telling the user.
+        branched: Set to True when a chat was saved under a new ID because another program had changed it. The
+            caller resets this to False after telling the user.
         hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
     """
 

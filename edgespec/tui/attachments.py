@@ -23,7 +23,7 @@ __all__ = ["Attachment", "AttachmentReader"]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The files that a reference in a message names: one file, a folder, or all matches of a pattern.
+    """The files named by a reference in a message: a single file, a folder, or all matches of a pattern.
 
     Attributes:
         path: The path of the reference.

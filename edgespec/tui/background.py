@@ -47,7 +47,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
 
 
 class CallThread:
-    """Runs calls, such as file searches, one after another in a thread. The first call starts the thread.
+    """Runs calls, such as file searches, one at a time in a thread that the first call starts.
 
     The thread is a daemon, so a call that hangs, for example on a network drive, does not prevent the program
     from exiting.

@@ -1,6 +1,6 @@
 """Serve the terminal chat's screen to browsers on this machine, using textual-serve.
 
-Each tab has its own process, which ends when the connection ends, even if the chat is stuck.
+Each tab has its own process, which is terminated when the tab's connection closes, even if the chat is stuck.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class BrowserChat(Server):
 
 
 def _digest(key: str) -> bytes:
-    """Hash the key, so that comparing keys takes the same time whatever their length."""
+    """Hash a key, so that the time to compare keys does not depend on their length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -272,7 +272,7 @@ class _ChatProcess(AppService):
         await super().set_terminal_size(*_limited(int(width), int(height)))
 
     async def run(self) -> None:
-        """Send the output of the process to the browser. Close the connection when the process ends."""
+        """Forward the process's output to the browser. Close the connection when the process ends."""
         try:
             await super().run()
         finally:
@@ -294,7 +294,7 @@ class _ChatProcess(AppService):
 
     async def _end(self, process: Process) -> None:
         await super().stop()
-        # Drain the remaining output, because the process cannot end while it is blocked on a full pipe.
+        # The process cannot end while it is blocked on a full pipe, so drain the remaining output.
         await asyncio.gather(_drain(process.stdout), _drain(process.stderr))
         await process.wait()
 

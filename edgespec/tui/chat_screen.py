@@ -353,7 +353,7 @@ async def _send(screen: TurnScreen, text: str, place: int | None) -> None:
         return
     is_question = place is None or screen.current_chat.tree.messages[place].role == "user"
     if is_question and (references := find_references(text)):
-        # Use a worker, because reading can take seconds and the screen must still handle keys.
+        # Reading can take seconds, so use a worker to keep the screen responsive.
         screen.run_worker(_send_with_files(screen, text, place, references))
     else:
         await _send_message(screen, Message("user", text.strip()), place)

@@ -48,7 +48,7 @@ _MEMORY_SECONDS = 3.0
 
 class _Row(Horizontal):
     # Draw only the background. By default, Textual also draws the borders and padding row by row, which takes
-    # longer and has no visible effect, because the child widgets cover them.
+    # longer and has no visible effect because the child widgets cover them.
     BLANK = True
 
 
@@ -57,7 +57,7 @@ class ChatView(Screen[None]):
 
     # See `_Row`.
     BLANK = True
-    # Do not redraw the whole screen whenever the focus moves, as Textual does by default.
+    # Avoid Textual's default of redrawing the whole screen whenever the focus moves.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
     # Set by `TurnScreen`.
     tool_use: ToolAccess
@@ -127,8 +127,8 @@ class ChatView(Screen[None]):
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
-        # The input's current title and subtitle. They are set only when they change, because setting them
-        # redraws the input.
+        # The input's current title and subtitle. Setting them redraws the input, so they are set only when
+        # they change.
         self._hints = "", ""
         self._panels: set[str] = set()
         self._width_class = ""
@@ -172,7 +172,7 @@ class ChatView(Screen[None]):
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being generated or tools that it called are running."""
+        """True while a reply is being generated or its tool calls are running."""
         return self.current_chat.turn is not None or self.calling_tools
 
     def _measure_memory(self) -> None:
@@ -227,7 +227,7 @@ class ChatView(Screen[None]):
             (self._models, Content.assemble(("edgespec", "bold"), "  ", (models, "$muted"))),
             (self._title, Content(self.current_chat.shown_title)),
         ):
-            # Skip needless updates, because each update of a `Static` lays out the whole screen again.
+            # Each update of a `Static` lays out the whole screen again, so skip needless ones.
             if line.content != content:
                 line.update(content)
         self._refresh_hints()
@@ -293,7 +293,7 @@ class ChatView(Screen[None]):
 
     @property
     def can_undo_all(self) -> bool:
-        """True while the transcript has the focus because the user has just deleted all messages."""
+        """True while the transcript has focus after the user has deleted all messages."""
         tree = self.current_chat.tree
         return self.transcript.has_focus and not tree.path and bool(tree.deleted)
 
@@ -360,5 +360,5 @@ class ChatView(Screen[None]):
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
         self.sidebar.filter(query)
-        # `focus` would set the focus later, after the list has been drawn.
+        # `focus` would take effect only after the list has been drawn.
         self.set_focus(self.sidebar)

@@ -85,7 +85,7 @@ class Download:
 
 
 class Downloads:
-    """The downloads since the chat was started. Call all methods from the screen's thread."""
+    """The downloads started since the chat began. Call all methods from the screen's thread."""
 
     def __init__(self) -> None:
         self._downloads: dict[str, Download] = {}

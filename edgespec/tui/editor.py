@@ -20,8 +20,8 @@ from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
 __all__ = ["show_message", "write_prompt"]
 
-# Editors to try, in this order, if neither VISUAL nor EDITOR is set. nano is first, because it shows its keys
-# on the screen.
+# Editors to try, in this order, if neither VISUAL nor EDITOR is set. nano comes first because it shows its
+# key bindings on screen.
 _COMMON_EDITORS = ("nano", "vi")
 _OTHER_EDITORS = ("vim", "emacs")
 

@@ -53,7 +53,7 @@ def without_punctuation(path: str) -> str:
 
 
 def missing_files(references: Sequence[str]) -> list[str]:
-    """Return the references that look like paths, not like code or a person's name.
+    """Return the references that look like paths rather than code or a person's name.
 
     Does not check whether the files exist.
     """
@@ -123,7 +123,7 @@ def block_text(lines: Sequence[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    """Return the text without surrounding quotes, which some users write around values."""
+    """Return the text without surrounding quotes, which some users put around values."""
     for quotes in (QUOTES, '"', "'"):
         if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
             return text[len(quotes) : -len(quotes)].strip()

@@ -1,4 +1,4 @@
-"""The open chat: its messages, the stats of its replies, and its settings."""
+"""The open chat: its messages, reply statistics and settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ChatEntry:
 
     @property
     def thought_seconds(self) -> float | None:
-        """The time that the model spent on its reasoning, or None if it was not measured."""
+        """Time in seconds that the model spent on reasoning, or None if it was not measured."""
         return self.message.reasoning_seconds
 
     @thought_seconds.setter
@@ -92,7 +92,7 @@ class RunningTurn:
         return (*(entry.message for entry in self.tree.open_messages), *continued)
 
     def with_text(self) -> MessageTree[ChatEntry]:
-        """Return the chat's messages, including the text of the reply generated so far."""
+        """Return the chat's messages, including the reply text generated so far."""
         text = self.reply_start + "".join(self.written)
         return self.with_reply(replace(reply_message(text), ended_early="cancelled")) if text else self.tree
 
@@ -163,7 +163,7 @@ class OpenChat:
 
     @property
     def shown_title(self) -> str:
-        """The chat's title, or one derived from the first message. Empty if the chat is empty."""
+        """The chat's title, or else one derived from the first message. Empty if the chat is empty."""
         return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
@@ -221,7 +221,7 @@ class OpenChat:
 
         Args:
             turn: The message and its reply.
-            models: The models that reply.
+            models: References to the models that generate the reply.
         """
         self.turn, self.models = turn, models
 

@@ -205,7 +205,7 @@ class PlainChat:
             turn = following
 
     def make_calls(self, calls: Sequence[ToolCall]) -> RunningTurn | None:
-        """Run a reply's tool calls. Return the turn that sends the results, or None if the user stopped."""
+        """Run a reply's tool calls. Return the turn that sends the results, or None if they were stopped."""
         if not self.tools.make_calls(self.current_chat, calls, self.runtime.context_tokens):
             return None
         place = self.current_chat.last_place("tool")

@@ -63,8 +63,8 @@ class _InputLines:
     """Reads stdin line by line.
 
     Python runs a signal handler only after the current system call. If a signal arrived just before
-    `sys.stdin.readline()` blocked, its handler would not run until the next line. So on POSIX, `read_line`
-    waits in short steps.
+    `sys.stdin.readline()` blocked, its handler would not run until the next line. To avoid this, `read_line`
+    polls stdin on POSIX.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class PlainConsole:
                 return block_text(lines)
 
     def _read_line(self, prompt: str) -> str | None:
-        """Return the next line of the input, or an empty string at its end. Return None after Ctrl-C."""
+        """Return the next line of the input, an empty string at its end, or None after Ctrl-C."""
         if self.is_interactive:
             write(sys.stderr, prompt)
         try:

@@ -1,4 +1,4 @@
-"""The chat's preferences, which are saved between runs. Errors reading or writing them are ignored."""
+"""The chat's preferences, which are saved between runs. Errors loading or saving them are ignored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Preferences:
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
-        """Read the preferences. Missing or invalid values are replaced by their defaults."""
+        """Load the preferences, replacing missing or invalid values with their defaults."""
         try:
             data = json.loads(read_regular_file(path).decode("utf-8-sig"))
         except (OSError, ValueError, RecursionError):
@@ -69,6 +69,6 @@ class Preferences:
             self.write(path)
 
     def write(self, path: Path) -> None:
-        """Write the preferences. Errors are ignored, because a full disk should not interrupt the chat."""
+        """Save the preferences. Errors are ignored, because a full disk should not interrupt the chat."""
         with suppress(OSError):
             write_private_file(path, json.dumps(asdict(self)).encode())

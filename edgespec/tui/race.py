@@ -1,4 +1,4 @@
-"""The `/race` command: generate a reply with plain decoding and with the chat's method, and compare them."""
+"""The `/race` command, which compares the chat's drafting method with plain decoding on the same message."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) 
         thread: The model thread.
         chat: The open chat.
         method: The method to race against plain decoding.
-        argument: The message to reply to. If empty, the chat's last message.
+        argument: The message to reply to. Defaults to the chat's last user message if empty.
 
     Raises:
         OptionError: There is no message.
@@ -68,7 +68,7 @@ def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) 
             code="command_unavailable",
         )
     options = {name: value for name, value in chat.settings.items() if name != "method"}
-    # Limit the length of the replies, because a race with long ones would be slow to run and to draw.
+    # Limit the reply length, because long races are slow to run and to draw.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
     race = thread.submit(_work(chat.system, messages, method, options, progress), progress.report)

@@ -76,7 +76,7 @@ def parse(name: str, text: str) -> Setting:
 def read_schema(path: str) -> Setting:
     """Read a JSON schema from a file. Raises OptionError if it is not a regular file with a JSON schema."""
     file = os.path.expanduser(path)
-    # Accept only regular files, because reading a pipe could block the chat.
+    # Reading a pipe could block the chat, so accept only regular files.
     if os.path.exists(file) and not os.path.isfile(file):
         raise OptionError(
             f"{path!r} is not a regular file", "choose a JSON schema file", code="file_not_read"
@@ -118,7 +118,7 @@ def load_setting_named(name: str) -> str | None:
 
 
 def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return the changed load options, with one more change. The text `default` undoes an earlier change.
+    """Return the changed load options with one more change applied. The text `default` undoes a change.
 
     Raises:
         OptionError: The value is invalid.
@@ -131,7 +131,7 @@ def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[
 
 
 def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
-    """Return a load option's changed value as text for `with_load_setting`. Empty if it was not changed."""
+    """Return a load option's changed value as text for `with_load_setting`, or empty if unchanged."""
     if name not in changed:
         return ""
     value = changed[name]

@@ -60,7 +60,7 @@ class InputParser(XTermParser):
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasted: list[str] | None = None
-        # The last characters received, because a marker can be split between two reads.
+        # The last characters received, kept because a marker can be split across two reads.
         self._tail = ""
         self._found = False
         self._is_first = True
@@ -71,7 +71,7 @@ class InputParser(XTermParser):
             yield from super().feed(data)
             return
         if self._is_first:
-            # Before Textual takes over the terminal, the terminal itself turns Enter into a line feed.
+            # Until Textual takes over, the terminal itself turns Enter into a line feed.
             self._is_first = False
             keys, start, pasted = data.partition(BRACKETED_PASTE_START)
             data = keys.replace("\n", "\r") + start + pasted

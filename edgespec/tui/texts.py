@@ -48,7 +48,7 @@ __all__ = [
     "worst_case",
 ]
 
-# Models that a first chat can open with. Each has a remark and the kind of model to suggest instead.
+# Models that a first chat can open with, each with a remark and the kind of model to suggest instead.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
@@ -94,7 +94,7 @@ _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
 )
-# Minimum fraction of the speed that bit-identical replies must cost before the chat mentions it.
+# Minimum loss of speed, as a fraction, for the chat to mention the cost of bit-identical replies.
 _NOTICEABLE_LOSS = 0.01
 
 
@@ -388,7 +388,7 @@ def show_rows(
         runtime: The loaded models.
         chat: The open chat, whose settings are listed.
         method: The drafting method of the current or last reply.
-        stats: Stats of that reply, if there was one.
+        stats: Statistics of that reply, or None if there was none.
     """
     from edgespec.api.sharing.client import host_of
 

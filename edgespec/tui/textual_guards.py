@@ -39,7 +39,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def check_textual_variables() -> None:
-    """Check the TEXTUAL_* environment variables, because Textual itself does not check them.
+    """Validate the TEXTUAL_* environment variables, which Textual itself does not check.
 
     Raises:
         ConfigurationError: A value would prevent the chat from running.
@@ -101,7 +101,7 @@ class KeyOrder:
     dialog does so a little later. Without this class, a fast typist's next keys would reach the wrong widget.
 
     Args:
-        app: The app.
+        app: The app whose widgets handle the keys.
         dispatch: Sends a key or pasted text to the focused widget.
     """
 
@@ -132,7 +132,7 @@ class KeyOrder:
         return (self._app.focused or self._app.screen).ancestors_with_self
 
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
-        """Wait until each node of the path, one after another, has handled the messages in its queue."""
+        """Wait for each node in the path, in order, to handle the messages in its queue."""
         while path:
             node = path.popleft()
             if node.call_later(self._follow, key, path, is_last=is_last):

@@ -37,8 +37,8 @@ class ToolUse(ToolAccess):
     Args:
         screen: Shows the calls and prompts the user.
         save: Saves the chat.
-        after_calls: Called once a reply's calls have ended, with whether the user stopped them. Lets the
-            model continue.
+        after_calls: Called once a reply's calls have ended, with a flag for whether the user stopped them.
+            Lets the model continue.
     """
 
     def __init__(

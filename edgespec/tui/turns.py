@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["TurnScreen"]
 
 _TICK_SECONDS = 1 / 25
-# Update the details panel only after this many screen updates, so that its numbers are readable.
+# Number of screen updates per update of the details panel. Updating it less often keeps its numbers readable.
 _TICKS_PER_DETAILS = 5
 # Maximum share of one CPU core's time to spend on drawing.
 _MAX_DRAWING_SHARE = 0.25
@@ -70,7 +70,7 @@ class TurnScreen(ChatView):
         self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         await self._show_current_chat()
         if self.waiting.texts:
-            # Put the waiting messages back into the input, because they were written for the other chat.
+            # The waiting messages were written for the other chat, so put them back into the input.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
     async def use_runtime(self, runtime: ChatModel) -> None:
@@ -187,7 +187,7 @@ class TurnScreen(ChatView):
         self.begin_leaving()
         self._after_reply = None
         if self.writing or self.archive.unsaved:
-            # Save the text generated so far, because stopping the reply can take too long.
+            # Save the text generated so far, in case stopping the reply takes too long.
             with suppress(ChatFileError):
                 await self.archive.save(self.current_chat, self.runtime.target.name)
         self.stop_reply()

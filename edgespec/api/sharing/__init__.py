@@ -1,1 +1,1 @@
-"""Let one user's chats and server share a loaded model through Unix sockets."""
+"""Share a loaded model between a user's chats and server through Unix sockets."""

@@ -1,4 +1,4 @@
-"""Interfaces to the loaded model that a chat uses, whether this process or another one loaded it."""
+"""Interfaces to a chat's loaded model, whether it was loaded by this process or another one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedH
 
 # Options that do not affect replies. They may differ from those of the program that loaded the model.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
-# Options that control how much of its text a program retains, with their values in ascending order. A program
-# must not use a model in another program that retains more than it does itself.
+# Options that control how much text a program retains, with their values from least to most. A program must
+# not share a model with one that retains more.
 _KEPT_TEXTS = {"prefix_cache": ("none", "memory", "disk"), "remember": (False, True)}
-# Options that must match even at their defaults, because they affect rounding, which can change replies.
+# Options that must match even when left at their defaults. They affect rounding, which can change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
 _PATH_OPTIONS = ("head", "corpus")
 
@@ -162,7 +162,7 @@ class Identity:
         files: The paths of the target and its adapters, each with its file state (see `file_state`).
         draft: `auto`, `none` or the path of the draft model.
         options: The values of the load options, as text.
-        kept: How much of its text the program retains: the index of each option's value in `_KEPT_TEXTS`.
+        kept: How much text the program retains: the index of each option's value in `_KEPT_TEXTS`.
         chosen: Names of the options whose values must match for another program to share the model.
     """
 

@@ -27,7 +27,7 @@ class ChatSharing:
 
     def load(self, arguments: Mapping[str, Any], progress: Progress) -> ChatModel:
         """Load a model, or share another program's. See `edgespec.load` for the arguments and errors."""
-        # Import this here so that the first screen appears sooner.
+        # Imported lazily to avoid delaying the first screen.
         import edgespec
         from edgespec.api.sharing.base import Identity
         from edgespec.api.sharing.client import find_shared
@@ -37,7 +37,7 @@ class ChatSharing:
             if identity is not None and (shared := find_shared(identity, progress)) is not None:
                 return shared
             runtime = edgespec.load(**arguments, progress=progress)
-            # A model that was only just downloaded could not be identified earlier.
+            # A model that had to be downloaded could not be identified until now.
             if identity := identity or Identity.of(arguments):
                 self._share(runtime, identity)
             return runtime
@@ -81,7 +81,7 @@ class ChatSharing:
 def _loading_alone(identity: Identity | None, progress: Progress) -> Iterator[None]:
     """Return a context manager that makes other chats wait instead of loading the same model.
 
-    If a chat is suspended while it loads, the others stop waiting after a time limit.
+    If a chat is suspended while it loads, the others give up waiting after a timeout.
     """
     from filelock import Timeout
 

@@ -77,7 +77,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
 
 
 def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
-    """Send a `Wish`. Return the host's name, or an empty string if it lacks the model, and the connection.
+    """Send a `Wish`. Return the host's name, which is empty if it lacks the model, and the connection.
 
     Raises:
         EOFError, OSError: The program has exited, or does not answer.
@@ -94,7 +94,7 @@ def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
 
 
 def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: float = float("inf")) -> Any:
-    """Return the value that a host sends, or raise the error that it sends instead."""
+    """Return the value sent by a host, or raise the error sent in its place."""
     deadline = time.monotonic() + seconds
     while not connection.poll(_POLL_SECONDS):
         if wait is not None and not wait():
@@ -113,7 +113,7 @@ def _raised(error: Exception) -> Exception:
 
 
 def host_of(model: ChatModel) -> str:
-    """Return the name of the other program that loaded the model, or an empty string if there is none."""
+    """Return the name of the program that loaded the model, or an empty string if it is this one."""
     return model.host if isinstance(model, SharedModel) else ""
 
 
@@ -188,7 +188,7 @@ class SharedModel:
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
     ) -> Exactness | None:
-        # Compute this locally, because the UI reads it very often.
+        # Computed locally because the UI reads this very often.
         defaults = self._facts.reply_defaults
         if temperature is None:
             temperature = defaults.get("temperature", REPLY_OPTIONS["temperature"].default)
@@ -279,7 +279,8 @@ class SharedModel:
 class SharedReply:
     """A reply that another process generates. See `edgespec.ReplyStream` for the attributes and methods.
 
-    The constructor blocks until the reply starts, after any replies ahead of it. Iterate in one thread only.
+    The constructor blocks until the reply starts, which can mean waiting for other replies. Iterate in one
+    thread only.
 
     Args:
         connection: The connection to the host, which has accepted the request.
@@ -357,8 +358,7 @@ class SharedReply:
             while True:
                 while not self._connection.poll(_POLL_SECONDS):
                     if not self._has_started:
-                        # Keep calling `progress`, because the other program may be suspended and report
-                        # nothing.
+                        # The other program may be suspended and report nothing, so keep calling `progress`.
                         self._report(*self._reported)
                     if self._cancelled_at and not self._has_started:
                         raise CancelledError("the reply was cancelled before it started")

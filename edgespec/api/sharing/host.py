@@ -53,8 +53,7 @@ class Wish:
     Attributes:
         version: The program's edgespec version. Other versions may define these objects differently.
         identity: The model that the program wants to use.
-        call: `here`, which asks only whether the host has the model, `facts`, `stream`, or a method's
-            name.
+        call: `here` (which only asks whether the host has the model), `facts`, `stream`, or a method name.
         arguments: The arguments of the call.
         options: The keyword arguments of the call.
     """
@@ -139,8 +138,8 @@ class ModelHost:
             try:
                 connection = self._listener.accept()
             except (OSError, EOFError):
-                # The listener was closed, the other program disconnected immediately, or there are too many
-                # open files.
+                # `accept` failed because the listener was closed, the other program disconnected immediately,
+                # or too many files are open.
                 time.sleep(_PAUSE_SECONDS)
                 continue
             threading.Thread(
@@ -155,8 +154,8 @@ class ModelHost:
                 wish = connection.recv()
                 lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
             except Exception:
-                # A different version may send anything, and the model's file may have been deleted. The other
-                # program then loads the model itself, and reports any error.
+                # A different version may send anything, and the model's file may have been deleted. In either
+                # case, the other program loads the model itself and reports any error.
                 return
             _send(connection, None if lent is None else self._name)
             if lent is None or wish.call == "here":
@@ -189,7 +188,7 @@ class ModelHost:
         if self._closed or self._listener is None:
             return
         self._closed = True
-        # Connect to wake the thread, because closing a socket does not end another thread's `accept`.
+        # Closing a socket does not end another thread's `accept`, so connect to wake the thread.
         with suppress(OSError):
             connect(self._path).close()
         with suppress(OSError):  # Something may have deleted the file.
@@ -288,5 +287,5 @@ def _picklable(error: Exception) -> Exception:
 
 @contextmanager
 def lending(runtime: Runtime, queue: RequestQueue) -> Iterator[Lent]:
-    """Lend a model that stays loaded afterwards."""
+    """Lend a model without unloading it afterwards."""
     yield Lent(runtime, queue)

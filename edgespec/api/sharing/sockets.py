@@ -1,4 +1,4 @@
-"""The sockets through which a user's programs find each other's models."""
+"""Sockets through which a user's programs find each other's models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listen() -> Listener | None:
 
 
 def sockets() -> Iterator[Path]:
-    """Yield the sockets of the user's other programs, in the order in which the programs started."""
+    """Yield the sockets of the user's other programs, oldest program first."""
     if (folder := _folder(create=False)) is None:
         return
     found = []
@@ -77,7 +77,7 @@ def connect(path: Path) -> Connection:
         try:
             client.connect(str(path))
         except ConnectionRefusedError:
-            # Check the process, because a program that is just starting or exiting also refuses connections.
+            # Check the process first, because programs that are starting or exiting also refuse connections.
             if not psutil.pid_exists(int(path.stem.split("-")[1])):
                 path.unlink(missing_ok=True)
             raise
@@ -90,7 +90,7 @@ def connect(path: Path) -> Connection:
 def _folder(*, create: bool) -> Path | None:
     """Return the folder for the sockets, which only this user can access, or None.
 
-    Objects received through the sockets are unpickled, so no other user may be able to connect.
+    Objects received through the sockets are unpickled, so other users must not be able to connect.
     """
     if sys.platform == "win32":
         return None

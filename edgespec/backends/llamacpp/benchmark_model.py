@@ -17,7 +17,8 @@ __all__ = ["write_benchmark_model"]
 
 # Layer dimensions of a 1B Llama model.
 _EMBEDDING, _FEED_FORWARD, _HEADS = 2048, 5632, 16
-# Dimensions of a layer whose weights take hardly any time to read, so that its fixed costs can be measured.
+# Layer dimensions and layer count of a model whose weights take almost no time to read, used to measure the
+# fixed cost of a layer.
 _SMALL_EMBEDDING, _SMALL_FEED_FORWARD, _SMALL_LAYERS = 256, 256, 24
 # Number of random rows per matrix. They are repeated to fill the matrix, because generating random numbers is
 # slow.

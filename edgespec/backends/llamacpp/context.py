@@ -47,7 +47,7 @@ __all__ = ["Batch", "Inputs", "LlamaContext", "LoraAdapters", "ThreadCount", "ad
 
 # Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-# Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
+# Status codes of `llama_decode`: no free KV cells, aborted by the callback, and out of memory.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 # Give up a core if other programs keep it busy for more than this fraction of the time. A pass waits for its
 # slowest thread, so a thread that has to share its core slows down all the others.
@@ -87,7 +87,7 @@ class Batch:
     ) -> None:
         """Replace the batch's contents.
 
-        `logits` requests logits for all inputs, or for each one separately.
+        `logits` says which inputs need logits: one flag for all of them, or one flag per input.
         """
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
@@ -108,7 +108,7 @@ class ImageBatch:
 
     def __init__(self, rows: NDArray[np.float32], positions: NDArray[np.int32], sequence: int) -> None:
         count, lib = len(rows), library()
-        # The batch points into these arrays.
+        # Keep these arrays alive, because the batch points into them.
         self._rows, self._positions = np.ascontiguousarray(rows), np.ascontiguousarray(positions)
         self._sequence = (lib.llama_seq_id * 1)(sequence)
         self._sequences = (ctypes.POINTER(lib.llama_seq_id) * count)(*[self._sequence] * count)
@@ -124,7 +124,7 @@ class ImageBatch:
 
 
 class ThreadCount:
-    """The number of CPU threads that one context uses, which drops while other programs keep the CPU busy.
+    """The number of CPU threads for one context, reduced while other programs keep the CPU busy.
 
     Args:
         most: Maximum number of threads, used on an idle machine.
@@ -247,7 +247,7 @@ class LlamaContext(KvSequences):
         )
 
     def allocate(self, plan: ContextPlan) -> None:
-        """Replace the KV cache with an empty one of the size in `plan`.
+        """Replace the KV cache with an empty one, sized according to `plan`.
 
         The old cache is freed first, so the two never take up memory at the same time. If this method fails,
         the context has no KV cache (`is_lost`) until a later call succeeds.
@@ -332,7 +332,7 @@ class LlamaContext(KvSequences):
         return self._first_layers is not None
 
     def run_first_layers(self, count: int) -> None:
-        """Reallocate the context so that passes run only the first `count` layers, or all if it is 0.
+        """Reallocate the context so that passes run only the first `count` layers, or all if `count` is 0.
 
         `run` then returns the hidden states after these layers instead of logits. The KV cells of the other
         layers stay zero, so exported cells can still be compared.
@@ -385,7 +385,7 @@ class LlamaContext(KvSequences):
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
         if context:
-            # A GPU may still be running the last pass.
+            # Wait for the last pass, because a GPU may still be running it.
             self._lib.llama_synchronize(context)
             self._lib.llama_free(context)
 
@@ -626,7 +626,7 @@ class LlamaContext(KvSequences):
 
 
 def adapter_bytes(adapters: Sequence[Adapter]) -> int:
-    """Estimate the memory that loaded adapters use, in bytes. It is about the size of their files."""
+    """Estimate the memory that loaded adapters use, in bytes, from the size of their files."""
     return sum(Path(adapter.path).stat().st_size for adapter in adapters)
 
 

@@ -14,7 +14,7 @@ from edgespec.model.base import LoadOptions
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
 
-# The ggml_type number of each KV cache type, and the size of 32 elements of that type in bytes.
+# For each KV cache type, its ggml_type number and the size of 32 elements in bytes.
 _TYPES = {
     "f32": (0, 128),
     "f16": (1, 64),
@@ -146,7 +146,7 @@ class ContextPlan:
         kv_bytes: The total size of KV cells and recurrent states in bytes.
         token_bytes: The size of one KV cell in bytes, for all layers together.
         rows: The maximum number of tokens whose logits a forward pass can compute.
-        checkpoint_bytes: The total size of checkpoints in main memory in bytes. 0 if checkpoints are
+        checkpoint_bytes: The total size in bytes of checkpoints in main memory, or 0 if checkpoints are
             llama.cpp sequences.
         slots: The number of replies that share the context. Each gets an equal share of the KV cells and
             sequences.

@@ -65,11 +65,11 @@ __all__ = [
 
 # Number of recent tokens that llama.cpp can undo. It keeps a copy of the recurrent state for each of them.
 UNDO_TOKENS = 8
-# Maximum total size in bytes of the recurrent states kept for rollback. It is low, because every forward pass
-# writes all of them.
+# Maximum total size in bytes of the recurrent states kept for rollback. The limit is low because every
+# forward pass writes all of these states.
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# Maximum logits buffer size of LayerSkip's lower layers, in bytes. It limits their batch size.
+# Maximum logits buffer size of LayerSkip's lower layers, in bytes. This limits their batch size.
 _UNREAD_BYTES = 16 * 2**20
 # Minimum batch size of LayerSkip's lower layers, in tokens.
 _FEWEST_ROWS = 16
@@ -90,7 +90,8 @@ class States:
         keeps_earlier: Whether llama.cpp keeps earlier recurrent states, so that recent tokens can be rolled
             back.
         padding_bytes: The size of unused KV cells in bytes, independent of the context length.
-        checkpoint_bytes: The size of a checkpoint in main memory. 0 if checkpoints are llama.cpp sequences.
+        checkpoint_bytes: The size in bytes of a checkpoint in main memory, or 0 if checkpoints are llama.cpp
+            sequences.
     """
 
     state_bytes: int
@@ -155,7 +156,7 @@ def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
 def plan_split_contexts(
     lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
 ) -> tuple[ContextPlan, ContextPlan]:
-    """Return the context plans for the lower and the upper layers of a model that was split for LayerSkip.
+    """Return context plans for the lower and upper layers of a model that was split for LayerSkip.
 
     Raises:
         MemoryBudgetError: The contexts do not fit in memory together with `weight_bytes`.
@@ -183,12 +184,12 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
-    """Return the size in bytes of the logits buffers of a model that was split for LayerSkip."""
+    """Return the size of the logits buffers of a model that was split for LayerSkip, in bytes."""
     return 2 * logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
-    """Return the load options of a split model's lower and upper layers. Only `batch_tokens` differs."""
+    """Return load options for a split model's lower and upper layers, which differ only in `batch_tokens`."""
     below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
     return replace(options, batch_tokens=below), replace(options, batch_tokens=above)
 
@@ -199,7 +200,7 @@ def _lower_rows(lower: Any, options: LoadOptions) -> int:
 
 
 def logits_bytes(weights: Any, rows: int) -> int:
-    """Return the size in bytes of the logits of `rows` tokens."""
+    """Return the size of the logits for `rows` tokens, in bytes."""
     return vocabulary_size(weights) * 4 * rows
 
 
@@ -237,7 +238,8 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
     """Measure the KV cache sizes of a model with compressed keys, without running any tokens."""
     sizes = []
-    # The second context is the smallest one that needs a second block for keys that each combine four tokens.
+    # The second context is the smallest one that needs a second block for the keys that combine four tokens
+    # each.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
         small = ContextPlan(tokens, _F16, 1)
         context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
@@ -257,7 +259,7 @@ def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
 
 
 def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> ContextPlan:
-    """Return the plan for a context's initial size, from which it can grow to the size in `max_plan`."""
+    """Return the plan for the context's initial size. The context can later grow up to `max_plan`."""
     if options.initial_context_tokens is None:
         return max_plan
     return max_plan.with_tokens(
@@ -279,8 +281,8 @@ def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
 def longrope_switch_tokens(weights: Any) -> int:
     """Return the context size above which LongRoPE (arXiv 2402.13753) uses its long-context factors.
 
-    This is 0 if the model does not use LongRoPE. The factors are baked into the cached keys, so a resize must
-    not cross this size.
+    The result is 0 if the model does not use LongRoPE. The factors are baked into the cached keys, so a
+    resize must not cross this size.
     """
     if architecture_metadata(weights, "rope.scaling.type") not in (None, "longrope"):
         return 0

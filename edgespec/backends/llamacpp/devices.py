@@ -141,7 +141,7 @@ def device_split(
     tied = not any(name == "output.weight" for name, _ in tensors)
     for name, size_bytes in tensors:
         if match := _LAYER.match(name):
-            # Skip layers for multi-token prediction, which have higher numbers and belong to the head.
+            # Skip multi-token prediction layers, which have higher indices and belong to the head.
             on_gpu += size_bytes if layers - offloaded <= int(match[1]) < layers else 0
         elif name.startswith("output"):
             on_gpu += size_bytes
@@ -181,7 +181,7 @@ def expert_shares(
 def _layer_bytes(path: str) -> list[int]:
     """Return the weight bytes of each layer, excluding the token embedding and the output layer.
 
-    Layers for multi-token prediction are excluded too, because llama.cpp does not load them on workers.
+    Multi-token prediction layers are excluded too, because llama.cpp does not load them on workers.
 
     Raises:
         ModelFileError: A file cannot be read or is truncated.
@@ -237,7 +237,7 @@ class LayerPlacement:
     """The assignment of a model's layers to this machine and the workers.
 
     Attributes:
-        local: Number of layers on this machine. These are the first layers of the model.
+        local: Number of layers on this machine, which runs the model's first layers.
         remote: Number of layers on each worker device, in the order of the workers.
         workers: The layers and memory of each worker.
         local_fraction: This machine's fraction of the weight bytes read in a pass, from 0 to 1.
@@ -331,6 +331,6 @@ def _with_output(layers: Sequence[int], output: int) -> list[int]:
 
 
 def _device_rooms(link: Link) -> Sequence[int]:
-    """Return how many bytes to use on each of a worker's devices, in proportion to its free memory."""
+    """Return how many bytes to use on each of a worker's devices, in proportion to their free memory."""
     free = [device.free_bytes for device in link.status.devices]
     return [min(each, link.memory_bytes * each // max(1, sum(free))) for each in free]

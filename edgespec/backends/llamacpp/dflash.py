@@ -77,7 +77,7 @@ class _MRopeBatch(Batch):
         logits: bool | Sequence[bool],
     ) -> None:
         super().put(inputs, positions, sequences, logits)
-        # For text tokens, the time, height and width positions are the same.
+        # For text tokens, the time, height and width positions are equal.
         rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
         rows[:-1], rows[-1] = positions, 0
 
@@ -122,9 +122,9 @@ class BlockContext(HeadContext):
     def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head. See `HeadContext.compute`.
 
-        A `prefill` pass reads only hidden states. A `draft` pass reads only tokens. It runs a block, and
-        returns the data for the `PathSelector` instead of hidden states. The caller must then remove the
-        block's keys and values.
+        A `prefill` pass reads only hidden states. A `draft` pass runs a block and reads only tokens. If the
+        head has a path selector, the pass returns the `PathSelector`'s lattice in place of hidden states. The
+        caller must then remove the block's keys and values.
         """
         none = np.empty((0, 0), np.float32)
         kind, tokens, inputs, positions, sequences = head_pass
@@ -179,7 +179,7 @@ class BlockShape:
 
 
 def check_head_kind(path: Path) -> None:
-    """Raise CapabilityError if edgespec cannot run the kind of block-diffusion head in a GGUF file."""
+    """Raise CapabilityError if edgespec does not support a GGUF file's kind of block-diffusion head."""
     if read_header(path).architecture_value("hyper_connection_count", 0):
         raise CapabilityError(
             f"{path} is a DeepSeek-V4 DSpark head, which edgespec cannot run",
@@ -402,7 +402,7 @@ class DFlashHead(HeadView[HeadTarget]):
         return HostLogits(self._rows_after(tree.tokens[first:], depths))
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Cache the tree's first nodes, whose hidden states are known, and run a block after them."""
+        """Add the leading tree nodes with known hidden states to the cache, and run a block after them."""
         self._keep(self.length)
         known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known

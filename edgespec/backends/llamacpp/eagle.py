@@ -1,8 +1,8 @@
 """Draft with EAGLE heads, one-layer models that read the target's hidden states.
 
 llama.cpp runs EAGLE-3 heads (arXiv 2503.01840), but not EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and
-2406.16858). edgespec runs the latter in NumPy, and their matrix products, including those with the
-target's LM head, in ggml.
+2406.16858). edgespec runs the latter in NumPy, but uses ggml for their matrix products, including those with
+the target's LM head.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Eagle1Head(HeadView[BaseModel]):
     rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
     Args:
-        target: The target.
+        target: The model to draft for.
         log: The log of the target's hidden states. See `HeadView`.
         release: Called when the view is closed.
         facts: Properties of the head.
@@ -266,7 +266,7 @@ class Eagle1Head(HeadView[BaseModel]):
         return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
-        """Run the head on the tree's nodes from `first` on, and append its states to `_own_states`."""
+        """Run the head on the tree's nodes, starting at `first`, and append its states to `_own_states`."""
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._keep(self.length)
@@ -301,8 +301,8 @@ def _load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
     """Load an EAGLE-1 or EAGLE-2 head for a target.
 
     Args:
-        target: The target.
-        folder: Folder of the head, as published.
+        target: The model that the head drafts for.
+        folder: The head's folder, in the published format.
 
     Raises:
         CapabilityError: The head was made for a different target, or the target's hidden states cannot be

@@ -55,7 +55,7 @@ class Pooling(NamedTuple):
         """Return the embedding of a text as float32 [size].
 
         Args:
-            tokens: The text, from `whole_text`.
+            tokens: The text's tokens, as returned by `whole_text`.
             run: Appends tokens at a position and returns the last layer's hidden states.
             batch_tokens: Maximum number of tokens per call to `run`.
             progress: Called after each batch. Returning False cancels the computation.

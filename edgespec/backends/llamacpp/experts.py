@@ -63,14 +63,14 @@ def _expert_bytes(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> tup
 def experts_per_part(parts: Sequence[str | Sequence[str]], count: int | None) -> list[int]:
     """Divide the layers whose experts stay in main memory among the parts of a split model.
 
-    These are the first layers of the model that have experts.
+    These are the model's first layers with experts.
 
     Args:
         parts: The files of each part, in the order of the layers.
-        count: The number of these layers in the whole model. None means 0.
+        count: Number of layers in the whole model whose experts stay in main memory. None means 0.
 
     Returns:
-        The number of these layers in each part.
+        The number of such layers in each part.
     """
     left, counts = count or 0, []
     for part in parts if left else ():
@@ -85,7 +85,7 @@ def keep_experts_in_memory(params: Any, paths: str | Sequence[str], count: int) 
     Args:
         params: llama.cpp's parameters for loading a model.
         paths: The model file, or all files of the model.
-        count: The number of layers.
+        count: Number of layers whose experts to load into main memory.
     """
     if count and (layers := tuple(expert_bytes(paths))[:count]):
         params.tensor_buft_overrides = ctypes.cast(_overrides(layers), ctypes.c_void_p)

@@ -272,7 +272,7 @@ def _draft_tensors(
     config: LayerConfig,
     names: gguf.TensorNameMap,
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield the GGUF name and the values of each tensor."""
+    """Yield each tensor's GGUF name and values."""
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
         if part in ("scales", "biases") or name.endswith("rotary_emb.inv_freq"):
@@ -292,8 +292,8 @@ def _dequantised(
 ) -> NDArray[np.float32]:
     """Return the dequantised weights [rows, columns] of a matrix that MLX quantised.
 
-    Each row of packed weights is a stream of little-endian numbers with a fixed number of bits. Each group of
-    columns has a scale and a bias.
+    Each packed row is a little-endian bit stream of fixed-width integers. Each group of columns has a scale
+    and a bias.
     """
     packed, scales = stored[f"{module}.weight"].read(), stored[f"{module}.scales"].read()
     quantisation = settings.get("quantization")

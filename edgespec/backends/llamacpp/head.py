@@ -154,12 +154,12 @@ class PairHead(HeadView[HeadTarget]):
             self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
 
     def _select(self, layer: int) -> None:
-        """Select the layer of the chain that later passes run."""
+        """Make later passes run this layer of the chain."""
         assert isinstance(self._context, PairContext)
         self._context.select_mtp_layer(layer)
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        """Return the head's input states for `count` tokens, one per token, starting at position `start`."""
+        """Return the head's input state for each of `count` tokens, starting at position `start`."""
         states = self._logged_states(start, count)
         if not self._encodes:
             return states

@@ -89,7 +89,7 @@ class HeadParts:
 
     Attributes:
         weights: The head's weights.
-        target: The target.
+        target: The model that the head drafts for.
         context: The context that runs the head, or the reply's slot in it if several replies share its
             passes.
         log: The log of the target's hidden states that the head reads.
@@ -236,7 +236,7 @@ def load_head_file(
     """Load a head from its own GGUF file.
 
     Args:
-        target: The target.
+        target: The model that the head drafts for.
         head: The head, which has its own file.
         architecture: The `general.architecture` that the file must have.
         kind: The kind of head for messages, with an article, such as `an EAGLE-3 head`.
@@ -293,7 +293,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     """Return the indices of the target layers whose inputs a head reads.
 
     Args:
-        target: The target.
+        target: The model that the head drafts for.
         head: The head's llama_model handle.
         path: The head's file, for messages.
         state_size: The hidden size that the head expects.
@@ -306,7 +306,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     api, count = target_layers_api(), lib.llama_model_n_layer(weights)
     assert api is not None
     layers = list(api.ids(head)[: api.count(head)])
-    # An index equal to `count` is also valid. It refers to the last layer's output.
+    # An index of `count` is also valid, and refers to the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
             f"the head {path} was made for another model: it reads the layers {layers}, but"
@@ -321,7 +321,7 @@ def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, 
     """Raise CapabilityError if any of a head's sizes differs from the target's.
 
     Args:
-        target: The target.
+        target: The model that the head drafts for.
         path: The head's file, for the message.
         sizes: (name, target's size, head's size) triples. The name is used in the message, as in
             `("hidden states", 4096, 2048)`.
@@ -477,7 +477,7 @@ class PairContext(HeadContext):
         api.switch(self._context, True, True)
 
     def select_mtp_layer(self, layer: int) -> None:
-        """Select the MTP layer, counted from 0, that later passes run."""
+        """Make later passes run the MTP layer with this index."""
         api = nextn_api()
         assert api is not None
         api.select_layer(self._context, layer)

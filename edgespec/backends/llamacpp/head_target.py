@@ -146,7 +146,6 @@ class HeadTarget(BaseModel, HiddenStateSource):
             self.logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
 
     def _head_view(self, head: Head) -> SelfDraftView[Any]:
-        """Return a view of a head that drafts for this model."""
         if head.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
                 f"{self.facts.name} does not support heads for the {head.method} method, because of its"

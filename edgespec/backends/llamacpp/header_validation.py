@@ -1,7 +1,7 @@
 """Validate GGUF headers, because some invalid values make llama.cpp abort the process.
 
-Each check corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp. Each check
-returns a description of the first problem that it finds, or an empty string.
+Each check guards against an assertion, a division by zero or an unchecked allocation in llama.cpp. It returns
+a description of the first problem that it finds, or an empty string.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _vocabulary_problem(header: GgufHeader) -> str:
 
 
 def _token_texts(tokens: StringArray) -> Iterator[bytes]:
-    """Yield tokens as llama.cpp reads them, truncated at the first NUL byte, and skip empty ones."""
+    """Yield the non-empty tokens as llama.cpp reads them, truncated at the first NUL byte."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 

@@ -246,7 +246,7 @@ class ImageEncoder:
             )
 
     def _part_of(self, tokens: Sequence[int]) -> ImagePart:
-        """Return the part of an image that these tokens represent.
+        """Return the image part that these tokens represent.
 
         Raises:
             BackendError: No prompt uses the image any more.

@@ -219,8 +219,8 @@ class KvSequences:
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Append positions [start, end) of sequence `source` after the first `start` tokens of sequence 0.
 
-        All other sequences are removed. The KV cells become contiguous, so that attention sums are rounded
-        in the same way as without drafting.
+        All other sequences are removed. The KV cells become contiguous, so attention sums round the same way
+        as without drafting.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -275,7 +275,7 @@ class KvSequences:
         return True
 
     def export_images(self, start: int, end: int) -> list[bytes]:
-        """Return a part that describes the images at [start, end), or [] if images need no description."""
+        """Return one part that describes the images at [start, end), or [] unless `has_wide_images`."""
         if not self.has_wide_images:
             return []
         images = [image for image in self._images if start <= image.start < end]
@@ -437,7 +437,7 @@ def _move_cells(part: memoryview, by: int) -> bool:
     """Add `by` to the positions of exported KV cells, in place. Their keys are not rotated.
 
     Returns:
-        Whether the format is known. If not, nothing changes.
+        Whether the format was recognised. If not, the data is unchanged.
     """
     try:
         memories = _memories(part)

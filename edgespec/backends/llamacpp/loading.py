@@ -130,7 +130,7 @@ def load_all(
         unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
         stream = WeightStream(files, found, streamed, progress, unloaded)
         if _states(files) != states:
-            # The header and the weights may come from different files.
+            # Fail, because the header and the weights may come from different versions of the file.
             raise ModelFileError(
                 f"{path} was replaced or changed while it was loaded", "load the model again"
             )
@@ -154,9 +154,9 @@ def free_weights(weights: Any, stream: WeightStream | None) -> None:
 
 
 def with_more_memory(path: str, options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
-    """Raise the memory limit by the size of the weights that llama.cpp counts but that are not in memory.
+    """Raise the memory limit by the size of weights that llama.cpp counts although they are not in memory.
 
-    These are the streamed weights, and layers for multi-token prediction that are not loaded.
+    These are streamed weights, and multi-token prediction layers that were not loaded.
     """
     if options.memory_bytes is None:
         return options
@@ -201,8 +201,8 @@ def load_files(
     """Load a model's weights like `load_weights`, but without first checking that they fit in memory.
 
     If `repack` or `options.repack` is False, llama.cpp does not repack the weights for this CPU, so they can
-    be memory-mapped. `place` sets the devices in llama.cpp's parameters. `named` are the files to name in
-    errors, if `paths` are copies of them.
+    be memory-mapped. `place` sets the devices in llama.cpp's parameters. If `paths` are copies, `named` lists
+    the original files, which errors then name instead.
     """
     params = model_params(options.gpu_layers)
     keep_experts_in_memory(params, paths, options.experts or 0)
@@ -292,7 +292,7 @@ def model_params(gpu_layers: int | None = None) -> Any:
 
 
 def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any:
-    """Open a GGUF model with llama.cpp. `named` are the files to name in errors.
+    """Open a GGUF model with llama.cpp. Errors name the files in `named`, which defaults to `paths`.
 
     Raises:
         ModelFileError: The model is damaged or not supported.
@@ -359,7 +359,7 @@ def describe(
 ) -> ModelFacts:
     """Return a loaded model's name, sizes, capabilities and other facts.
 
-    `file_bytes` is the total size of its files. By default, it is determined from `path`.
+    `file_bytes` is the total size of the model's files. By default, it is read from the files at `path`.
     """
     lib = library()
     buffer = ctypes.create_string_buffer(256)

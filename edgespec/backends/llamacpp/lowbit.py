@@ -183,7 +183,7 @@ def _plan(
 class LowBitView(SelfDraftView[GgufModel]):
     """A draft model with the weights of a low-bit copy and the KV cells of the target.
 
-    `weight_bytes` is the copy's memory use. The view frees `weights`.
+    `weight_bytes` is the copy's memory use. Closing the view frees `weights`.
 
     Its KV cache contains copies of the target's cells, followed by the drafted tokens. With an attention
     window, only the cells of the first tokens and of the tokens in the window are copied. Without one, all

@@ -140,7 +140,7 @@ class GgmlProducts:
         return result
 
     def _described(self) -> int:
-        """Create a ggml context that holds tensor metadata but no data."""
+        """Create a ggml context for tensor metadata, without memory for tensor data."""
         context: int = self._lib.ggml_init(ContextParams(_DESCRIPTION_BYTES, None, True))
         return context
 

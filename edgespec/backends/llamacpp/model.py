@@ -172,7 +172,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
         # Verify the last token in a separate pass if a head needs the final hidden states of all tokens, or
-        # if a recurrent model needs a checkpoint before it.
+        # if the model is recurrent and needs a checkpoint before it.
         if self._context.needs_all_rows or self._recurrent:
             return super().prefill_prompt(tokens, progress)
         self._check(len(tokens))

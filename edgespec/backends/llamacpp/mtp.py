@@ -1,6 +1,6 @@
 """Draft with multi-token prediction (MTP, arXiv 2412.19437).
 
-Many models contain MTP layers, which have their own KV cache. Gemma 4 instead has assistants. These are MTP
+Many models contain MTP layers, which have their own KV cache. Gemma 4 instead has assistants, which are MTP
 heads that come in separate files and read the target's KV cache.
 """
 

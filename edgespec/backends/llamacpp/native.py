@@ -43,13 +43,13 @@ _LOG = logging.getLogger("edgespec.llamacpp")
 _DEBUG, _WARN, _ERROR = 1, 3, 4
 # Seconds to wait before resending a Ctrl-C that was lost because it arrived during a Python callback from C.
 _RESEND_SECONDS = 0.02
-# The threads on which a callback has lost a Ctrl-C. See `take_lost_interrupt`.
+# IDs of the threads that lost a Ctrl-C in a callback. See `take_lost_interrupt`.
 _lost_interrupts: set[int] = set()
 _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
-# GPU libraries, in the order in which they are tried. CUDA is faster than Vulkan on NVIDIA GPUs.
+# GPU libraries, in order of preference. CUDA is faster than Vulkan on NVIDIA GPUs.
 _GPU_LIBRARIES = ("cuda", "vulkan")
 
 
@@ -336,7 +336,7 @@ def library_path(llama_cpp: ModuleType, name: str) -> Path:
 def load_gpu_library(llama_cpp: ModuleType) -> GpuLibrary:
     """Load the first library that finds a GPU, unless llama-cpp-python itself was built for GPUs.
 
-    Only one library may list GPUs, because the others would list the same GPUs again.
+    At most one library is used, because a second one would list the same GPUs again.
     """
     result = GpuLibrary()
     if llama_cpp.llama_supports_gpu_offload():

@@ -33,15 +33,16 @@ def _no_rows() -> NDArray[np.float32]:
 # target must not delay a pass of the draft model.
 _CHANGED = threading.Condition()
 
-# Wait for a reply's next request for up to this multiple of its usual pause, plus a fixed number of seconds.
-# Both values were chosen so that a slightly late reply still joins the pass without delaying it much.
+# Wait for a reply's next request for up to this multiple of its usual pause, plus this many seconds. Both
+# values were chosen so that a slightly late reply still joins the pass without delaying it much.
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and pass durations.
 _WEIGHT = 0.3
-# Seconds for which a reply still counts as active after its last pass. The value was chosen by judgement.
+# Seconds for which a reply still counts as active after its last pass. The value was chosen rather than
+# measured.
 _ACTIVE_SECONDS = 1.0
-# Maximum length of a pause in the averages, in passes. It is limited because a caller can stop reading its
-# reply for minutes.
+# Maximum pause counted in the averages, as a multiple of the pass duration. Pauses are capped because a
+# caller may stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
 
 
@@ -277,7 +278,7 @@ class PassScheduler:
         return None
 
     def _next_parts(self) -> Sequence[PassPart]:
-        """Wait until a pass can start, and return its parts. Return no parts after `close`."""
+        """Wait until a pass can start, and return its parts. After `close`, return none."""
         with _CHANGED:
             while not self._closed:
                 seconds = self._seconds_to_wait() if self._waiting else None

@@ -120,7 +120,7 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # The rollback works if the logits after it are correct up to rounding errors.
+        # Rollback works if the logits after it are correct up to rounding errors.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {MAX_CHECKPOINTS} held"

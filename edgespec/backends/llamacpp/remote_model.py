@@ -57,8 +57,8 @@ def load_on_workers(
         parse_kv_types(options.kv_type)
     guard_against_aborts(workers)
     placement = _placement(path, name, options)
-    # Skip the memory checks, because the planner has already checked all machines. Allow only chains as
-    # drafts, because committing a tree would move KV cells over the network.
+    # Skip the memory checks, because the planner has already checked all machines. Allow only chain drafts,
+    # because committing a tree would move KV cells over the network.
     own = replace(
         options,
         memory_bytes=_UNLIMITED_BYTES,

@@ -232,7 +232,7 @@ class ContextSlot(KvSequences):
         self.max_width = max_pass_tokens(context)
 
     def attach(self, context: Any) -> None:
-        """Attach the new llama_context that replaced the shared one."""
+        """Attach the llama_context that replaced the previous one."""
         self._detach()
         self._attach(context)
 

@@ -109,7 +109,7 @@ class HiddenStateHook:
 
 
 def first_layers_of_each_kind(path: Path) -> int:
-    """Return how many leading layers cover all types and shapes of weights in a model's layers.
+    """Return how many leading layers cover every type and shape of weight in a model's layers.
 
     Returns:
         The number of layers, or 0 if it would exceed half of the model's layers.
@@ -190,9 +190,9 @@ def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:
 class StateTaps:
     """The hidden states to copy in every pass of a context, numbered as in `HiddenStateSource`.
 
-    For some architectures, llama.cpp itself can copy the inputs of layers (`LayerTaps`). For architectures
-    with multi-token prediction (MTP) layers, it can also copy the final hidden states that the MTP layers
-    read. A hook copies all other hidden states, and must be registered when the context is created.
+    For some architectures, llama.cpp itself can copy layer inputs (`LayerTaps`). For architectures with
+    multi-token prediction (MTP) layers, it can also copy the final hidden states that the MTP layers read. A
+    hook copies all other hidden states, and must be registered when the context is created.
 
     Attributes:
         hook: The hook, which the context must register.

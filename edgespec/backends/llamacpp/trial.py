@@ -42,7 +42,7 @@ _TREE = TokenTree((0, 1, 2, 3), (-1, 0, 0, 1), (None,) * 4)
 
 
 def try_model(path: str, name: str, runs: bool, progress: Progress | None = None) -> None:
-    """Estimate a GGUF model's memory. If `runs` is set, also load its weights and run a few tokens.
+    """Estimate a GGUF model's memory use. If `runs` is set, also load its weights and run a few tokens.
 
     Raises:
         EdgespecError: The model cannot be loaded.
@@ -98,7 +98,7 @@ def try_adapters(path: str, name: str, adapters: Sequence[Adapter], progress: Pr
 
 
 def try_split_model(folder: str, name: str, _runs: bool, _progress: Progress | None = None) -> None:
-    """Estimate the memory of a model that was split for early exit.
+    """Estimate the memory use of a model that was split for early exit.
 
     Does not run the model, because the original file has already passed a trial load.
 

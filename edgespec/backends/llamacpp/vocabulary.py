@@ -19,7 +19,7 @@ from edgespec.model.token_list import longest_piece_bytes
 __all__ = ["LlamaVocabulary"]
 
 # A buffer that is large enough for most pieces. The type is created only once, because `create_string_buffer`
-# is too slow for reading all pieces when two vocabularies are compared.
+# is too slow for reading all pieces of a vocabulary.
 _PieceBuffer = ctypes.c_char * 64
 
 
@@ -55,7 +55,7 @@ class LlamaVocabulary:
         """Convert text to token ids.
 
         Args:
-            text: The text.
+            text: The text to tokenize.
             special: Whether to parse control tokens that appear in the text.
             start: Whether to prepend the BOS token if the model uses one.
 
@@ -142,9 +142,9 @@ class LlamaVocabulary:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Keep the model from being freed during the `with` block, which can take a while.
+        """Keep the model from being freed during the `with` block.
 
-        Calls that take only microseconds hold the lock instead.
+        Used for slow calls. Calls that take only microseconds hold the lock instead.
 
         Raises:
             ClosedError: The model is closed.

@@ -99,7 +99,8 @@ def can_stream() -> bool:
 def streamable_layers(path: Path) -> list[LayerRanges]:
     """Return the layers of a GGUF model whose feed-forward weights can be streamed, in order.
 
-    The first layer is never streamed, because passes wait for a layer at the end of the layer before it.
+    The first layer is never streamed, because a pass waits for a layer's weights at the end of the previous
+    layer.
 
     Raises:
         ModelFileError: A file cannot be read.
@@ -117,14 +118,14 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
 
 
 def unloaded_ranges(path: Path) -> list[_Range]:
-    """Return the parts of a GGUF model that contain only layers for multi-token prediction."""
+    """Return the parts of a GGUF model that contain only multi-token prediction layers."""
     return [pages for _, pages, drafts in _tensors(path) if drafts and pages.size_bytes]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
-    """Yield each tensor's name, its whole pages, and whether its layer is for multi-token prediction.
+    """Yield each tensor's name, the pages that it fills, and whether it belongs to an MTP layer.
 
-    The pages at both ends of a tensor also hold other weights.
+    Partly filled pages at either end are excluded, because they also hold other data.
     """
     headers = [(file, read_header(file)) for file in gguf_files(path)]
     # Only the first file of a multi-part model contains the metadata.
@@ -201,7 +202,7 @@ class WeightStream:
         # Indices of the layers after which a pass waits for the next streamed layer.
         self._waits = {layer.before for layer in streamed}
         # Passes acquire this lock instead of the Condition, because Ctrl-C can interrupt a Condition's
-        # methods at any point, even while they acquire the lock. Those of RLock cannot be interrupted.
+        # methods at any point, even while they acquire the lock. RLock's methods cannot be interrupted.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
         # Number of streamed layers that passes have finished, and number that have been read. Both counts
@@ -313,7 +314,7 @@ class WeightStream:
                     self._state.notify_all()
 
     def _read_layer(self, layer: LayerRanges, restarts: int, pool: Executor) -> BackendError | None:
-        """Read a layer unless the passes restart. Return the first error, or None."""
+        """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
 
         def load(part: _Range) -> None:
             if not self._is_outdated(restarts):
@@ -474,7 +475,7 @@ def _libc() -> Any:
 
 
 def replace_mapping(begin: int, end: int) -> None:
-    """Replace mapped pages of a file with private memory, which takes up no memory until it is written."""
+    """Replace mapped pages of a file with private ones, which take up no memory until they are written."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
     if _libc().mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != begin:
         raise BackendError(

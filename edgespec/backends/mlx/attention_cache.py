@@ -19,9 +19,9 @@ __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 # (packed values, scales and biases).
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Sliding windows start at a multiple of this many tokens, because their alignment affects rounding errors.
-_GROWTH_ROWS = 256
 # Number of rows by which a full KV cache grows, as in mlx-lm.
+_GROWTH_ROWS = 256
+# Sliding windows start at a multiple of this many tokens, because their alignment affects rounding errors.
 _BLOCK_ROWS = 64
 
 
@@ -78,7 +78,7 @@ class AttentionCache:
         return self._fetched(all_keys, spans), self._fetched(all_values, spans)
 
     def skip(self, added: int) -> None:
-        """Advance over `added` tokens whose keys and values are in the layer's cache on another machine.
+        """Advance over `added` tokens whose keys and values are cached on another machine.
 
         Stores empty rows, so that `start` and `offset` stay in step with that cache.
         """

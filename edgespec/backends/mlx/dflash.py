@@ -85,7 +85,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Computes logits from the previous token, which are added to the block's logits."""
+    """Computes logits from the previous token, to be added to the block's logits."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()

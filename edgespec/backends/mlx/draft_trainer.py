@@ -147,7 +147,7 @@ class DraftGuesser:
     """Implements `Guesser` for a draft model.
 
     Args:
-        teacher: The target.
+        teacher: The target that the draft model should imitate.
         draft: The draft model.
         name: Name of the draft model, for messages.
     """
@@ -186,7 +186,7 @@ class DraftTrainer(DraftGuesser):
     """Implements `DrafterTrainer` for a draft model.
 
     Args:
-        teacher: The target.
+        teacher: The target that the draft model should imitate.
         draft: The draft model.
         name: Name of the draft model, for messages.
         original: Folder from which the draft model was loaded.

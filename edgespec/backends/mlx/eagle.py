@@ -85,7 +85,7 @@ class EagleHead(HeadView[HeadTarget]):
     one processes every token.
 
     Args:
-        target: The target.
+        target: The target that the head drafts for.
         states: The target's hidden states that the head reads. Passed to `log_hidden_states`.
         networks: The networks, with evaluated weights.
         embed: Returns the embeddings of token ids.
@@ -256,7 +256,7 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
     """Return the combinations of hidden states that the head may read, most likely first."""
     layers = target.layer_count
     if files.config.version == 1:
-        # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
+        # Most heads read the hidden state after the final norm, as in EAGLE's own code. Others read the state
         # before it.
         return [(POST_NORM,), (layers,)]
     choices = files.config.layer_choices(layers)

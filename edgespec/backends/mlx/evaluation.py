@@ -77,7 +77,7 @@ class _Lease:
     """A stream used by a single thread. When that thread ends, another thread can take over the stream.
 
     Python deletes the lease while the thread can still run Python code, and the lease then frees the thread's
-    compiled functions and streams. MLX would free them only after the thread has left Python. Doing so needs
+    compiled functions and streams. MLX would free them only after the thread has left Python. This requires
     the interpreter, and aborts the process if the interpreter is already shutting down.
 
     Attributes:

@@ -37,7 +37,7 @@ class ParameterGroup(NamedTuple):
     Attributes:
         optimiser: The optimiser.
         rate: Peak learning rate.
-        contains: Whether a weight belongs to the group.
+        contains: Returns whether a weight belongs to the group.
     """
 
     optimiser: Any
@@ -111,7 +111,11 @@ class GradientDescent:
         save_arrays(path, arrays, {"steps": str(self.steps)})
 
     def load(self, path: Path) -> None:
-        """Restore the state that `save` wrote. Raises ModelFileError if it is damaged or does not match."""
+        """Restore the state saved by `save`.
+
+        Raises:
+            ModelFileError: The file is damaged or does not match the network.
+        """
         expected = {**self._network.weights, **self._moments()}
         try:
             loaded: Any = mx.load(str(path), return_metadata=True)

@@ -41,7 +41,7 @@ class TrainableHead(ABC):
     """Base class for trainable heads. The output matrix is a fixed copy of the target's.
 
     Args:
-        net: The network.
+        net: The network to train.
         config: The head's `config.json`.
 
     Attributes:
@@ -142,8 +142,8 @@ class HeadGuesser:
     """Implements `Guesser` for a head.
 
     Args:
-        teacher: The target.
-        head: The head.
+        teacher: The target that the head drafts for.
+        head: The head to evaluate.
 
     Attributes:
         head: The head.
@@ -236,8 +236,8 @@ class HeadStudent:
     """Implements `Student` for one kind of head.
 
     Args:
-        teacher: The target.
-        kind: The kind of head.
+        teacher: The target that the heads draft for.
+        kind: Class that implements this kind of head.
     """
 
     def __init__(self, teacher: TeacherModel, kind: type[TrainableHead]) -> None:

@@ -131,7 +131,7 @@ def head_facts(
     """Return a head's `ModelFacts`, with its target's capabilities.
 
     Args:
-        target: The target.
+        target: The target that the head drafts for.
         name: The head's name.
         folder: The head's folder.
         architecture: The head's architecture, such as `eagle3`.

@@ -101,11 +101,11 @@ class LayerBlock:
 
         Args:
             states: The hidden states [1, tokens, ...].
-            offset: Number of cached tokens before `states`. Any further cached tokens are dropped.
+            offset: Number of cached tokens to keep before `states`. Any others are dropped.
             round_start: Number of cached tokens before the draft. See `PassLayout`.
 
         Raises:
-            ValueError: The caches hold too few tokens, or cannot drop the further ones.
+            ValueError: The caches hold too few tokens, or cannot drop the excess tokens.
             BackendError: MLX failed. The caches stay valid.
         """
         caches = self._caches

@@ -2,14 +2,14 @@
 
 The target sends, in this order:
 
-1. The model's JSON files and the headers of its weight files. The worker builds the same model, and answers
+1. The model's JSON files and the headers of its weight files. The worker builds the same model, and reports
    whether it has a weight cache. If every layer is split across the workers, they form a ring, and each
-   worker also answers with the address where it will listen for its predecessor.
-2. In a ring, the addresses of all workers. The worker answers when it has joined the ring.
+   worker also reports the address where it will listen for its predecessor.
+2. In a ring, the addresses of all workers. The worker answers once it has joined the ring.
 3. A message for each weight in the block. If the worker has a cache, the target sends the digest of a large
-   weight first, and the worker answers whether it has that weight. It also confirms each weight that it
+   weight first, and the worker reports whether it has that weight. It also confirms each weight that it
    stores.
-4. A message without an array. The worker answers when it is ready.
+4. A message without an array. The worker answers once it is ready.
 5. The block's input for each pass, with the number of cached tokens before it. The worker first drops all
    cached tokens after that number, so a rollback needs no message of its own. It answers with the block's
    output. In a ring, all workers compute the same output, so only the first one sends it.
@@ -59,7 +59,7 @@ def array_header(array: mx.array) -> dict[str, Any]:
 
 
 def array_bytes(array: mx.array) -> Buffer:
-    """Return the bytes of an evaluated array without copying them, unless it is not contiguous."""
+    """Return the bytes of an evaluated array, copying them only if the array is not contiguous."""
     flat = mx.contiguous(array.reshape(-1)).view(mx.uint8)
     mx.eval(flat)
     return memoryview(flat)  # type: ignore[arg-type]

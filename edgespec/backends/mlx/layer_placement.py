@@ -118,13 +118,13 @@ def place_layers(
         name: The model's name, for messages.
         weight_bytes: Size of each layer's weights in bytes.
         cache_bytes: Size of each layer's KV cache in bytes.
-        workers: The workers.
+        workers: The workers to place layers on.
         compute_bytes: Memory in bytes that a pass needs on each worker.
         read_bytes: Size in bytes of the weights that a pass reads.
         widened: Whether 16-bit weights are widened to float32.
 
     Raises:
-        MemoryBudgetError: The layers do not fit.
+        MemoryBudgetError: The layers do not fit in the memory of these machines.
     """
     layers = [sum(both) for both in zip(weight_bytes, cache_bytes, strict=True)]
     rooms = [link.memory_bytes - compute_bytes for link in workers.links]
@@ -176,7 +176,7 @@ def place_parts(
         part: The memory that one shard of each layer needs.
         whole: The memory that each whole layer needs.
         context_tokens: Context size in tokens.
-        workers: The workers.
+        workers: The workers to place shards on.
         compute_bytes: Memory in bytes that a pass needs on each worker.
         read_bytes: Size in bytes of the weights that a pass reads.
         widened: Whether 16-bit weights are widened to float32.

@@ -172,7 +172,7 @@ class Body:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the output of the body in every pass inside the block."""
+        """Record the body's output in every pass inside the block."""
         with self._replaced(_RecordedBody(self._body, self)):
             yield
 

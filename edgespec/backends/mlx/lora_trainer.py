@@ -79,7 +79,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        # The adapter's weights plus Adam's two moments, which are the same size.
+        # Count the adapter's weights and Adam's two moments, each of which has the same size.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:

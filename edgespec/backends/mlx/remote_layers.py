@@ -157,7 +157,7 @@ def send_blocks(
         blocks: For each worker, the index of its first layer and the index after its last layer.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
         widen: Whether to widen 16-bit weights to float32.
-        workers: The workers.
+        workers: The workers to load the layers on.
         report: Called with the completed fraction. Can raise an exception to cancel.
 
     Raises:
@@ -227,7 +227,7 @@ def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_c
     Args:
         block: The block that the layer belongs to.
         index: The layer's index.
-        layer: The layer.
+        layer: The layer whose weights to send.
         widen: Whether to widen 16-bit weights to float32.
         has_cache: Whether the worker has a weight cache.
     """
@@ -252,7 +252,7 @@ class RemoteShards:
     """The layers of a target, sharded across all its workers.
 
     Args:
-        workers: The workers.
+        workers: All workers of the target.
 
     Attributes:
         blocks: Each worker's shards.
@@ -332,7 +332,7 @@ class _Exchange:
     """Sends a message to each worker, and collects the answers.
 
     Args:
-        workers: The workers.
+        workers: All workers of the target.
         blocks: The connection to each worker.
         timeout_seconds: Time limit for all workers to answer.
     """
@@ -421,7 +421,7 @@ def send_shards(
         model: The model, whose weights have not been read yet.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
         widen: Whether to widen 16-bit weights to float32.
-        workers: The workers.
+        workers: The workers to load the shards on.
         report: Called with the completed fraction. Can raise an exception to cancel.
 
     Raises:

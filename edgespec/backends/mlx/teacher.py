@@ -1,4 +1,4 @@
-"""Load a target for training, and create the trainers of its heads and draft models."""
+"""Load a target for training, and create trainers for its heads and draft models."""
 
 from __future__ import annotations
 

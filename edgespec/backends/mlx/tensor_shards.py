@@ -81,10 +81,10 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     results are meaningless, but their arrays have the same shapes as on the worker.
 
     Args:
-        model: The model.
+        model: The model to shard.
         config: The model's config.json.
         name: The model's name, for messages.
-        shard: The shard.
+        shard: The shard to keep.
 
     Raises:
         CapabilityError: The layers cannot be sharded across this number of workers.
@@ -112,7 +112,7 @@ def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) ->
     """Replace each layer of a model with the shard that one worker runs.
 
     Args:
-        model: The model.
+        model: The model to shard.
         config: The model's config.json.
         name: The model's name, for messages.
         group: The process group of the workers, whose rank selects the shard. Can be a `ShardIndex`.

@@ -112,7 +112,7 @@ class TrainableEagle(TrainableHead):
     """Implements `TrainableHead` for EAGLE-3 heads, in the layout of SafeAILab and SpecForge.
 
     Args:
-        teacher: The target.
+        teacher: The target that the head drafts for.
         config: The head's `config.json`.
         draft_tokens: See `TrainableHead`.
         output: The output matrix, float32 [draft tokens, size].

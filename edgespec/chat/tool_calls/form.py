@@ -139,7 +139,7 @@ class CallWriter:
         self._reported = False
 
     def parameter(self, name: str) -> Mapping[str, Any]:
-        """The number of calls before the current one, which the next three attributes describe."""
+        """Return the schema of the current call's parameter `name`, or an empty schema if it has none."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(name) if isinstance(properties, dict) else None
         return schema if isinstance(schema, dict) else {}

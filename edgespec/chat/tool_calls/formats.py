@@ -53,10 +53,10 @@ class _JsonForm:
     A list of calls can appear in place of a single call.
 
     Attributes:
-        opens: The texts before the calls.
-        closes: The texts after the calls.
-        around: The texts before the name's key and after the arguments of a call, in the form that the model
-            was trained on.
+        opens: The markers before the calls.
+        closes: The markers after the calls.
+        around: The text before the name's key and the text after a call's arguments, in the form that
+            the model was trained on.
         argument_key: The key that the model was trained to use for the arguments.
         name_key: The key that the model was trained to use for the name.
         starts_bare: Whether calls can begin without a marker at the start of the answer.
@@ -143,12 +143,12 @@ class _NamedForm:
 
     Attributes:
         opens: The markers before a call, including any marker that only the first of several calls has.
-        separators: The texts between the name and the arguments.
+        separators: The strings that can separate the name from the arguments.
         closes: The markers after a call, including any marker that only the last of several calls has.
-        around: The texts before the name, between the name and the arguments, and after the arguments, in the
+        around: The text before the name, between the name and the arguments, and after the arguments, in the
             form that the model was trained on.
         header: Regular expression for the text before the separator. Its first group is the name.
-        markers: The texts in calls that may be control tokens.
+        markers: Strings in calls that may be control tokens.
         reasoning_ends: The markers that begin a call and also end the reasoning.
     """
 
@@ -187,15 +187,16 @@ class _TaggedForm:
     The parser converts the arguments to JSON. The parameter's schema decides whether a value is text.
 
     Attributes:
-        opens: The texts before a tool's name, including those before the first of several calls.
+        opens: The markers before a tool's name, including any that only the first of several calls has.
         name_end: The text after the name. It may be missing.
-        key: The texts before and after the name of a parameter.
+        key: The text before and the text after the name of a parameter.
         value_open: The text before a value, in addition to the key, if any.
         value_end: The text after a value.
         call_end: The text after the last parameter.
         padded: Whether each value is on lines of its own. The line breaks around it are not part of the
             value.
-        closes: The texts after a call, including those after the last of several calls. They may be missing.
+        closes: The markers after a call, including any that only the last of several calls has. They may be
+            missing.
     """
 
     opens: tuple[str, ...]
@@ -284,7 +285,7 @@ class _TaggedForm:
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. Empty if the schema does not specify any."""
+    """Return the JSON types that a schema allows, or an empty set if it does not specify any."""
     declared = schema.get("type")
     if isinstance(declared, str):
         return frozenset({declared})
@@ -300,7 +301,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return `text` unchanged if it is JSON of an allowed type, or else as a JSON string."""
+    """Convert `text` to JSON. Text that is not JSON of an allowed type becomes a JSON string."""
     candidate = text.strip()
     candidate = _PYTHON_VALUES.get(candidate, candidate)
     try:
@@ -346,7 +347,7 @@ def _function_tags(opening: str, closing: str) -> _TaggedForm:
     )
 
 
-# The formats, each with texts that identify the chat templates of its models. The first match wins.
+# The formats, each with strings that identify the chat templates of its models. The first match wins.
 _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of gpt-oss, in which the tool's name can also precede the channel.
     (

@@ -48,7 +48,7 @@ class AnswerRule(NamedTuple):
 
     Attributes:
         expression: The constraint in llguidance's Lark format.
-        is_json: Whether answers are JSON, in which text that looks like a call is part of the answer.
+        is_json: Whether answers are JSON, so that text resembling a call is kept as part of the answer.
     """
 
     expression: str
@@ -129,8 +129,7 @@ def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) ->
 def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: ControlToken) -> str:
     """Return a grammar that makes the reply either valid calls to the tools or an answer.
 
-    No text is allowed around the calls, because a model could then write free text without ever making a
-    call.
+    No text is allowed around the calls. Otherwise, a model could write free text without ever making a call.
 
     Args:
         form: The model's tool-call format.
@@ -234,8 +233,8 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _call_schema(parts: Sequence[Part]) -> Mapping[str, Any]:
     """Build the JSON schema of a call from its parts, for formats that write calls as JSON objects.
 
-    Literal text in the call would rule out JSON answers: after `{"`, llguidance's lexer would expect the rest
-    of that text.
+    If the call were literal text instead, answers could not be JSON objects, because after `{"`, llguidance's
+    lexer would expect the rest of the call's text.
     """
     before, arguments, after = parts
     assert isinstance(before, str)

@@ -50,7 +50,7 @@ class CallSyntax:
 
     @cached_property
     def markers(self) -> frozenset[bytes]:
-        """The texts of the control tokens that occur in calls."""
+        """The text of each control token that occurs in calls."""
         return frozenset(marker.encode() for marker in self.form.markers)
 
 
@@ -65,8 +65,8 @@ class ToolCallParser:
         form: The model's tool-call format.
         schemas: The JSON schema of each tool's parameters, keyed by tool name.
         new_id: Returns the id of the call with the given index.
-        calls_or_answer: Whether the reply consists either of calls to known tools or of an answer without
-            calls, such as JSON, in which text that looks like a call is not one.
+        calls_or_answer: Whether the reply is either calls to known tools or an answer without calls, such as
+            JSON. Text that resembles a call in such an answer is not treated as one.
 
     Attributes:
         after_call: Number of characters that follow the first call, or the first list of calls in models that
@@ -170,8 +170,8 @@ class ToolCallParser:
         """Read up to and including the next opening marker, and output the text before it.
 
         Returns:
-            The position after the marker, or None if there is no further marker. The text that remains
-            before the marker is only whitespace.
+            The position after the marker, or None if there is no further marker. Only whitespace
+            remains before the marker.
         """
         reader = self._reader
         reader.drop_read_text()

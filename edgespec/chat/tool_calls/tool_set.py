@@ -58,7 +58,7 @@ class ToolSet:
     Attributes:
         definitions: The tools in the format of OpenAI's API, which chat templates expect.
         schemas: The JSON schema of each tool's parameters, keyed by tool name.
-        required: Names of the tools of which the reply must call one. Empty if the model decides.
+        required: Names of the tools, one of which the reply must call. Empty if the model decides.
         strict: Whether any tool requires that all arguments match its schema.
         single: Whether the reply ends after its first call.
     """

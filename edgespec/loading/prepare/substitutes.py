@@ -83,7 +83,7 @@ def write_substitutes(
 
 
 def estimate_substitutes(path: Path, layers: Sequence[int], type_name: str) -> Substitutes:
-    """Estimate the sizes of low-bit copies of layers by extrapolating from the first, without writing any.
+    """Estimate the sizes of the layers' low-bit copies by extrapolating from the first layer's copy.
 
     Raises:
         OptionError: A copy would not be smaller.

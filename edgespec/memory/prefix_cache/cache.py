@@ -56,11 +56,11 @@ class PrefixCacheUsage:
 class PrefixCache:
     """The prefix cache of one model. Copies KV states out of the model's cache and back into it.
 
-    Use only on the thread that runs the model. Other threads can use `store`. Failing to store or
-    restore a state raises no error, because the model can always reprocess the tokens.
+    Use only on the thread that runs the model. Other threads can use `store`. A failure to store or restore a
+    state raises no error, because the model can always reprocess the tokens.
 
     Args:
-        model: The target.
+        model: The target whose KV states to cache.
         max_bytes: Size limit in memory.
         disk: Storage for segments on disk. If None, segments are kept only in memory.
         heads: The heads that draft for the model. Their states are stored together with the KV states.
@@ -91,8 +91,8 @@ class PrefixCache:
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # Tokens that were in the model's KV cache when the user deleted all cached prefixes. They must not be
-        # stored again.
+        # Tokens that were in the model's KV cache when the user deleted all cached prefixes, and which must
+        # not be stored again.
         self._deleted: Tokens | None = None
 
     def for_model(self, model: LanguageModel, heads: Sequence[HeadState] = ()) -> PrefixCache:
@@ -151,7 +151,7 @@ class PrefixCache:
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the maximum length of a stored sequence, above which it would evict all others."""
+        """Return the maximum length of a stored sequence. A longer one would evict all others."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None

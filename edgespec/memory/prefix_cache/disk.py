@@ -1,7 +1,7 @@
 """Store segments on disk in private files, one per segment, with a quota shared by all models.
 
 Each file identifies the model, its settings, the tokens and the sequence before them, and contains checksums.
-Files are validated when read. If one does not match, it is ignored and the model processes the tokens again.
+Files are validated when read. A file that does not match is ignored, and the model reprocesses the tokens.
 Only one process writes at a time, and a file gets its final name only once it is complete.
 """
 
@@ -157,7 +157,7 @@ class PrefixCacheDisk:
         return Snapshot(header["end"], data, header["start"], heads)
 
     def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
-        """Write a segment, deleting less valuable ones to make room.
+        """Write a segment, deleting less valuable segments to make room.
 
         Args:
             name: See `name_of`.
@@ -225,7 +225,7 @@ class PrefixCacheDisk:
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:
-        """Set `was_cleared` to False, so that prefixes are stored again."""
+        """Reset `was_cleared`, so that prefixes are stored again."""
         self._cleared_ns = self._last_cleared_ns()
 
     def _path(self, name: str) -> Path:
@@ -267,7 +267,7 @@ class PrefixCacheDisk:
     def _make_room(self, size_bytes: int, protected: set[Path]) -> bool:
         """Delete the least valuable files to make room for `size_bytes`.
 
-        Return False if that is not possible.
+        Return False if the segment cannot fit.
         """
         if size_bytes + sum(map(_size, protected)) > self.quota_bytes:
             return False
@@ -286,7 +286,7 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete the cached prefixes of all models. Running processes discard theirs without writing them.
+    """Delete the cached prefixes of all models. Running processes discard theirs without saving them.
 
     Returns:
         The number of bytes freed.

@@ -129,7 +129,7 @@ class SegmentTree:
         return segment.subtree()
 
     def find_name(self, prefix: str) -> Segment | None:
-        """Return a segment whose name starts with `prefix`."""
+        """Return a segment whose name starts with `prefix`, or None if there is none."""
         return next((segment for segment in self if segment.name.startswith(prefix)), None)
 
     def longest_match(self, tokens: Tokens, *, whole: bool = False) -> tuple[Segment | None, int]:

@@ -1,4 +1,4 @@
-"""Keep cached prefixes in memory, on disk or both, and choose which ones to evict.
+"""Keep cached prefixes in memory, on disk or both, and choose which to evict.
 
 Also decide how many tokens of a cached prefix can be reused, and whether copying them saves time.
 """
@@ -129,7 +129,7 @@ class SegmentStore:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write the cached segments that are not on disk yet, as long as `should_continue` returns True."""
+        """Write cached segments that are not on disk yet, for as long as `should_continue` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -245,14 +245,14 @@ class ReuseCosts:
             self.prefill_seconds = seconds / PREFILL_SPEEDUP
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record how long a prefill of this many tokens took. Short prefills are ignored."""
+        """Record the duration of a prefill. Short prefills are ignored."""
         if tokens >= MIN_CACHED_TOKENS:
             weight = NEW_REUSE_WEIGHT if self._is_measured else 1.0
             self.prefill_seconds += weight * (seconds / tokens - self.prefill_seconds)
             self._is_measured = True
 
     def record_copy(self, size_bytes: int, seconds: float) -> None:
-        """Record how long it took to copy this many bytes of KV state. Small copies are ignored."""
+        """Record the time taken to copy KV state. Small copies are ignored."""
         if size_bytes >= MIN_TIMED_BYTES:
             self._copy_seconds += NEW_REUSE_WEIGHT * (seconds / size_bytes - self._copy_seconds)
 

@@ -142,7 +142,7 @@ class RetrySchedule:
         return True
 
     def is_affordable(self, cost: float) -> bool:
-        """Count a round, and return whether to try the drafter in that round instead of a better one.
+        """Count a round, and return whether to run this drafter in place of a better one.
 
         Unlike `is_due`, this returns False until `cost` is at most 0.75 % of the decoding time, however long
         that takes. A draft model that must first prefill a long prompt may therefore never be tried during a

@@ -29,7 +29,9 @@ __all__ = ["ChosenTokens", "CombinedDrafter", "merge_trees", "prune_optional"]
 
 
 class ChosenTokens:
-    """The tokens that a drafter chose itself. Only these count towards acceptance rates and draft lengths.
+    """The draft tokens that the drafter chose itself, rather than those determined by a constraint.
+
+    Only these tokens count towards acceptance rates and draft lengths.
 
     Attributes:
         tree: The draft tree without tokens that a constraint determines. Their children are attached to the
@@ -177,7 +179,7 @@ class CombinedDrafter(Drafter):
     def model_pass_seconds(self) -> dict[str, float]:
         """Single-token pass duration of each drafter that runs a model, in seconds, keyed by name.
 
-        Durations are measured before the first draft. A duration that was not measured is 0.
+        Measured before the first draft. Unmeasured durations are 0.
         """
         return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
 
@@ -351,13 +353,13 @@ def prune_optional(
     v: CostFunction,
     draft_cost: float,
 ) -> TokenTree:
-    """Return a merged tree without optional nodes that exceed the limits or are unlikely to be accepted.
+    """Prune optional nodes that exceed the limits or are unlikely to be accepted.
 
     The most likely optional nodes are kept, up to the number that maximises the expected decoding speed S =
     (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
 
     Args:
-        merged: The merged tree.
+        merged: The merged drafts, as returned by `merge_trees`.
         node_probs: For each node of each input tree, the acceptance probability given that its parent is
             accepted.
         optional: For each input tree, the nodes that may be dropped unless a node below them is kept.

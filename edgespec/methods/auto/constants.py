@@ -76,7 +76,8 @@ __all__ = [
 # --- Loss limit (`loss_limit.py`) ---
 
 # Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, plus a
-# number of target steps that lets even short replies try a draft. Both were chosen to be hard to notice.
+# number of target steps that lets even short replies try a draft. Both were chosen so that the slowdown is
+# hard to notice.
 MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
 # Maximum time to spend trying drafters that do not seem to help, as a share of a reply's plain decoding time.
 # The value was chosen as half of `MAX_LOSS_RATE`.
@@ -93,7 +94,7 @@ PAUSED_ROUNDS = 15
 # Minimum seconds between saves of the statistics, chosen to avoid frequent writes.
 SAVE_INTERVAL_SECONDS = 60.0
 # Omit drafters from the report if they saved no time and drafted less than once per this many tokens. The
-# threshold was chosen because drafts that are even rarer are merely retries.
+# threshold was chosen because drafts that rare are merely retries.
 TOKENS_PER_RETRY = 16
 # Minimum length, in tokens, of a reply whose speed-up is reported. The minimum was chosen because the
 # speed-up of shorter replies varies too much.
@@ -127,7 +128,7 @@ RETRY_COST_FACTOR = 3
 # --- Retries of individual drafters (`backoff.py`, `model_selection.py`) ---
 
 # Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful
-# retries. They were chosen to be shorter than the pauses of all drafting, because only one drafter is
+# retries. Both were chosen to be shorter than pauses that stop all drafting, because only one drafter is
 # affected.
 MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = 4, 128
 # Maximum share of the decoding time to spend on retrying drafters that save no time. The value was chosen to
@@ -137,10 +138,10 @@ RETRY_SHARE = 0.0075
 # that three unsuccessful retries, each of which doubles the interval, reach it.
 RARE_FACTOR = 8
 # Retry unsuccessful drafters only while the other drafters are expected to contribute at most this many
-# accepted tokens per pass. The limit was chosen because a retry sacrifices those tokens.
+# accepted tokens per pass. The limit was chosen to be low, because a retry sacrifices those tokens.
 MAX_TOKENS_AT_RISK = 0.5
-# Number of rounds for which to run a draft model other than the best one, to measure it. The number was
-# chosen to limit the time lost.
+# Number of rounds for which to try a draft model other than the best one. The number was chosen to limit the
+# time lost.
 CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
 # this. The minimum was chosen because smaller measured gains are often noise.
@@ -164,7 +165,7 @@ MEASURED_ROUNDS = 2
 # used.
 ASSUMED_PREFILL_COST = 0.03
 # Number of draft-and-verify rounds over which to amortise the cost of a prefill when estimating whether
-# drafting saves time. The number was chosen as the typical number of rounds in a medium-length reply.
+# drafting saves time. The number was chosen to be typical of a medium-length reply.
 PREFILL_ROUNDS = 48
 
 # --- Assumed acceptance rates (`drafter_stats.py`) ---
@@ -196,8 +197,8 @@ CONTEXT_BUCKETS = (2048, 8192, 32768)
 # Track costs separately for each number of concurrent replies up to this limit. Larger numbers share one set
 # of costs. The limit was chosen to keep the number of measurements small.
 MAX_REPLIES = 8
-# Number of target steps to measure before trusting the costs after the number of concurrent replies or CPU
-# threads changes, chosen to be small so that drafting resumes soon.
+# After the number of concurrent replies or CPU threads changes, measure this many target steps before
+# trusting the costs. The number was chosen to be small so that drafting resumes soon.
 MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured. The
 # number was chosen as the point at which the faster rate has fallen to `WIDE_PASS_WEIGHT`.
@@ -219,7 +220,8 @@ FIRST_DECAY, FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by more than this factor. The factor
 # was chosen to be far larger than any change in a machine's speed.
 MAX_SAVED_RATIO = 1000.0
-# Weight of the newest target step in its estimated duration, chosen to average over about four steps.
+# Weight of the newest measurement in the estimated duration of a target step, chosen to average over about
+# four steps.
 TARGET_STEP_WEIGHT = 0.25
 # Weight of the newest measurement in the moving average of the cost of multi-token passes, chosen to average
 # over about seven passes.
@@ -254,12 +256,12 @@ MAX_LEVEL_COST_RATIO = 1.25
 
 # --- Kinds of text (`drafter_stats.py`) ---
 
-# Maximum number of tokens, and of characters, at the end of a text that determine its kind. Both limits were
+# Determine the kind of a text from at most this many tokens and characters at its end. Both limits were
 # chosen to keep classification fast.
 TEXT_KIND_TOKENS, INSPECTED_CHARACTERS = 512, 2000
-# Prompts longer than this, in characters, count as documents rather than conversation. The limit was chosen
-# to be about 200 words.
+# Prompts of more than this many characters are classified as documents rather than conversation. The limit
+# was chosen to be about 200 words.
 MIN_DOCUMENT_CHARACTERS = 1200
-# Minimum share of code-like lines for a prompt to count as code, and of digits for it to count as numbers.
+# Minimum share of code-like lines in a prompt classified as code, and of digits in one classified as numbers.
 # The shares were chosen so that a few such lines or digits make no difference.
 CODE_SHARE, DIGIT_SHARE = 0.25, 0.06

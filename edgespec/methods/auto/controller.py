@@ -1,6 +1,6 @@
 """Control drafting for `--method auto`: draft only while it saves time, and within `--max-loss`.
 
-Concurrent replies slow each other down. Costs are therefore tracked separately for each number of replies.
+Concurrent replies slow each other down, so costs are tracked separately for each number of replies.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Round:
     Attributes:
         started: Start time of the round.
         was_considered: Whether drafting was neither paused nor ruled out by `--max-loss`.
-        was_asked: Whether a draft was requested from the drafters.
+        was_asked: Whether the drafters were asked for a draft.
         draft_done: Time at which the draft was complete.
         pass_seconds: Duration of the target's pass.
         other_tokens: Number of tokens in the target's pass that belong to other replies.
@@ -111,7 +111,7 @@ class AutoController(Drafter):
 
     - The duration of a target step is known. It is measured at the start, and then at least once every 96
       tokens.
-    - The backoff does not pause drafting.
+    - Drafting is not paused by the backoff.
     - The draft's worst case stays within the loss limit. This also limits the draft length.
 
     The combined drafter then decides by expected gain which drafters to run. Worst cases and backoffs are

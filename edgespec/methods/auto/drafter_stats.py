@@ -85,7 +85,7 @@ class DrafterStats:
     def select_text_kind(self, kind: str) -> None:
         """Switch to the statistics for a kind of text, such as code.
 
-        A new kind starts with the statistics of the previous kind.
+        A kind that has no statistics yet starts with those of the previous kind.
         """
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
@@ -197,7 +197,7 @@ class AcceptanceStats:
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int, *, long_term: bool = False) -> list[float]:
-        """Return, for each level of the next draft, the probability that any of its tokens is accepted.
+        """Return, for each level of the next draft, the probability that any token at that level is accepted.
 
         If `long_term` is set, the result depends less on the most recent drafts.
         """

@@ -55,7 +55,7 @@ class _Bucket:
 
     Attributes:
         log_ratios: Logarithm of the ratio of measured to expected cost, for each pass width.
-        common_log_ratio: The logarithm to use for widths that are not in `log_ratios`.
+        common_log_ratio: Log ratio to use for widths that are not in `log_ratios`.
         target_steps: Number of single-token passes measured.
         wide_passes: Number of multi-token passes measured.
         worst_ratio: Highest recent ratio of the measured to the expected duration of a verify pass.
@@ -207,7 +207,6 @@ class LiveCosts:
         return seconds * self.v(width) / self.v(self._mean_width(width, other_tokens))
 
     def _mean_width(self, width: int, other_tokens: int) -> int:
-        """Return the mean number of tokens per reply in a pass."""
         return max(1, round((width + other_tokens) / self._sharing_replies)) if other_tokens else width
 
     @property
@@ -250,7 +249,7 @@ class LiveCosts:
         self._steps += 1
         self._spread += (abs(change) - self._spread) / min(self._steps, 10)
         if self._is_deviating and change / self._deviation > 0.5:
-            # The durations of single-token and multi-token passes have changed by a similar factor. Scale
+            # Single-token and multi-token passes have slowed down or sped up by a similar factor, so scale
             # both estimates.
             bucket.target_step_seconds *= math.exp(change)
             bucket.log_ratios = dict(self._at_last_target_step.log_ratios)

@@ -156,10 +156,11 @@ class WorstCaseCosts:
         return levels * level_seconds + self.extra_pass_seconds(levels + 1)
 
     def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
-        """Return the largest draft length that costs at most `allowance_seconds` if it is rejected."""
+        """Return the largest draft length that costs at most `allowance_seconds` if the draft is rejected."""
         if level_seconds > 0.0:
-            # Skip lengths whose drafting alone takes too long. On small targets, checking every length would
-            # cost more time than a round adds to the allowance, so a spent allowance would never recover.
+            # Skip lengths whose drafting time alone exceeds the allowance. On small targets, checking every
+            # length would cost more time than a round adds to the allowance, so the allowance would never
+            # recover once spent.
             draft_length = int(max(min(draft_length, allowance_seconds / level_seconds), 0.0))
         for levels in range(draft_length, 0, -1):
             if self.loss_seconds(levels, level_seconds) <= allowance_seconds:
@@ -184,7 +185,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Decay the worst-case time to draft a token slightly, so that outliers are forgotten."""
+        """Slightly decay the worst-case time to draft a token, so that outliers are forgotten."""
         self._set_level_seconds(self.level_seconds * WORST_DRAFT_STEP_DECAY)
 
     def record_draft(self, levels: int, seconds: float) -> None:

@@ -78,7 +78,7 @@ class ModelSelector:
         Args:
             lengths: Maximum draft length of each drafter, by name. 0 excludes a drafter.
             estimate: Estimate of the lookup drafters' drafts in this round.
-            other_estimate: The same estimate without the draft of `grammar`. Used for drafters with
+            other_estimate: The same estimate without `grammar`'s draft. Used for drafters with
                 `drafts_forced`, whose drafts include and continue the tokens that `grammar` drafts.
         """
         self.prefill_seconds, self._estimate = 0.0, estimate
@@ -88,7 +88,7 @@ class ModelSelector:
         for stats in self._ranked(levels):
             gain = self._expected_gain(stats, levels[stats])
             # A better drafter is waiting until the loss limit allows its prefill. In the meantime, run this
-            # drafter only if it is likely to save enough time for that prefill.
+            # drafter only if it is likely to save enough time to pay for that prefill.
             if is_waiting and gain < MIN_INTERIM_GAIN:
                 return None
             is_challenger = stats is self._challenger
@@ -213,9 +213,9 @@ class ModelSelector:
         The result is infinite if the drafter's speed is unknown and must be measured.
 
         Args:
-            stats: The drafter.
+            stats: The drafter to evaluate.
             draft_length: Maximum length of the draft.
-            long_term: Whether to use long-term acceptance rates instead of the rates of the last drafts.
+            long_term: Whether to use long-term acceptance rates instead of recent ones.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):
@@ -297,7 +297,7 @@ class RoundEstimate:
 
 
 def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Return the probability, for each depth, that at least one of two drafts is accepted.
+    """Return, for each depth, the probability that at least one of two drafts is accepted.
 
     The result is halfway between the probabilities for independent and for identical drafts.
     """

@@ -81,7 +81,7 @@ MIN_THREAD_GAIN = 1.05
 
 # --- Machine speed (`machine_speed.py`) ---
 
-# Pass widths to measure with the benchmark models. There are fewer than for a loaded model, because every
+# Pass widths to measure with the benchmark models. Fewer were chosen than for a loaded model, because every
 # quantisation type is measured.
 MACHINE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Approximate weight size of each benchmark model, chosen so that the weights do not fit into most processor

@@ -1,4 +1,4 @@
-"""Measure how the cost of a verify pass depends on its width, which is its number of tokens.
+"""Measure how the cost of a verify pass depends on its width (number of tokens).
 
 The cost v(m) is the duration of an m-token pass divided by that of a single-token pass. It must be measured,
 because it depends on the machine, the quantisation and the kernels, and does not always increase with m.
@@ -56,13 +56,14 @@ class CostCurve:
     Attributes:
         widths: The measured widths in tokens, in ascending order starting at 1.
         seconds: The duration of a pass at each width, in seconds.
-        pass_widths: Widths in ascending order to which the model pads its passes. Empty if it does not pad
+        pass_widths: Widths to which the model pads its passes, in ascending order. Empty if it does not pad
             them. Large widths may not have been measured.
         change_seconds: How much longer a pass takes if the previous pass had a different width. Measured only
             for models with `has_slow_width_changes`. Not included in `seconds`.
 
     Raises:
-        ValueError: The widths do not ascend from 1, or the durations are not one positive number per width.
+        ValueError: The widths are not ascending from 1, or there is not exactly one positive duration
+            per width.
     """
 
     widths: tuple[int, ...]
@@ -130,7 +131,8 @@ def measure_costs(
 
     The passes run after the tokens in the model's KV cache and leave the cache unchanged. Widths 1, 2, 4 and
     8 are measured first. The others follow in ascending order until half of the time budget is spent. The
-    other half is spent on repetitions, which replace slower first measurements.
+    other half is spent on repetitions. Once a width has been repeated, its slower first measurement is
+    ignored.
 
     If the model pads its passes, only the padded widths are measured. Those up to 9 are measured even if the
     budget is spent.

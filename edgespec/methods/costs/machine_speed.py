@@ -77,7 +77,7 @@ class MachineSpeed:
         types: The measured speed of each quantisation type.
         layer_seconds: Fixed time that each layer adds to a pass, regardless of the layer's size.
         busy_cores: Average number of processor cores that other programs used during the measurement.
-        notice: Why the measurement was not saved. Empty if it was saved.
+        notice: Why the measurement was not saved, or empty if it was.
     """
 
     types: Mapping[str, TypeSpeed]
@@ -127,12 +127,12 @@ def machine_identity() -> tuple[object, ...]:
 
 
 def saved_machine_speed(form: FileFormat) -> MachineSpeed | None:
-    """Return the saved speed of this machine for a file format, or None if it was not measured."""
+    """Return this machine's saved speed for a file format, or None if it was not measured."""
     return _from_json(Facts().get("machine", _key(form)))
 
 
 def save_machine_speed(form: FileFormat, speed: MachineSpeed) -> None:
-    """Save the speed of this machine for a file format."""
+    """Save this machine's speed for a file format."""
     Facts().put("machine", {_key(form): _to_json(speed)})
 
 

@@ -1,6 +1,6 @@
-"""Measure a loaded target's cost curve and fastest number of CPU threads, and save them for later runs.
+"""Measure a loaded target's cost curve and fastest CPU thread count, and save them for later runs.
 
-The number of threads cannot be derived from the number of cores, because cores can have different speeds,
+The fastest thread count cannot be derived from the number of cores, because cores can have different speeds,
 share an execution unit, or compete for memory bandwidth.
 """
 
@@ -92,7 +92,7 @@ class TargetCosts:
         return f"{models_fingerprint(self._model.facts)} {self.settings_key} {self._model.threads}"
 
     def choose_threads(self, progress: Progress | None = None, *, again: bool = False) -> None:
-        """Switch the target to the fastest number of CPU threads. See `use_fastest_threads`.
+        """Switch the target to the fastest CPU thread count. See `use_fastest_threads`.
 
         Has no effect if `fixes_threads` is set.
         """
@@ -101,7 +101,7 @@ class TargetCosts:
         self.thread_seconds = use_fastest_threads(self._model, self.settings_key, progress, again=again)
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved cost curve if the target's speed has barely changed, or measure a new one.
+        """Return the saved cost curve if it still matches the target's speed, or measure a new one.
 
         Args:
             progress: Called before each pass of a new measurement. Returns False to cancel it.
@@ -143,7 +143,7 @@ class TargetCosts:
         return curve
 
     def save(self, curve: CostCurve) -> None:
-        """Save a cost curve that was just measured, so that `curve` does not measure again."""
+        """Save a cost curve that was just measured, so that `curve` does not measure it again."""
         Facts().put("costs", {self._key(): {"widths": curve.widths, "seconds": curve.seconds}})
 
 
@@ -195,7 +195,7 @@ def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
 def use_fastest_threads(
     model: LanguageModel, settings_key: str, progress: Progress | None = None, *, again: bool = False
 ) -> Mapping[int, float]:
-    """Switch a model to the fastest number of CPU threads on this machine.
+    """Switch a model to the fastest CPU thread count for this machine.
 
     Thread counts are compared once for each model and machine, in an empty context. If other programs are
     busy, the result is not used, and the comparison is repeated when the model is next loaded.

@@ -49,7 +49,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
     """Create the drafter, or explain why the target cannot exit early.
 
     Raises:
-        OptionError: `exit_layer` was set, but the files are split at another layer.
+        OptionError: `exit_layer` was set, but the target was prepared for a single exit layer.
         CapabilityError: No exit layer makes replies faster, or the context is too small to measure this.
         ModelFileError: The prepared files are damaged.
     """
@@ -220,7 +220,7 @@ def find_split_model(found: Resolved, *, is_named: bool) -> Resolved:
     """Return the model's files prepared for early exit, or `found` if there are none.
 
     Args:
-        found: The target.
+        found: The resolved target.
         is_named: Whether the user named the method. If so, damaged or outdated files are an error.
 
     Raises:

@@ -158,7 +158,7 @@ def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
     """Return the target's low-bit copy as a model, or None if there is none to draft with.
 
     Args:
-        target: The target.
+        target: The target whose copy to find.
         is_named: Whether the user named the method. If not, a copy that cannot save time is ignored.
 
     Raises:

@@ -44,7 +44,7 @@ def find_usable_substitutes(target: Resolved, *, is_named: bool) -> Substitutes 
     """Return the low-bit copies of the target's blocks, or None if there are none to draft with.
 
     Args:
-        target: The target.
+        target: The target whose copies to find.
         is_named: Whether the user named the method. If not, damaged or outdated copies are ignored.
 
     Raises:

@@ -40,8 +40,8 @@ class ModelDrafter(Drafter):
         branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
             an empty tuple drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree
             and is not shared with other drafters.
-        min_confidence: Drafting stops after a token with a lower probability. The token itself is kept,
-            because removing it would bias rejection sampling.
+        min_confidence: Drafting stops after a token whose probability is below this. The token itself is
+            kept, because removing it would bias rejection sampling.
         name: Name of the drafter shown in reports.
         cache: The model's KV cache, if it is shared.
 
@@ -216,7 +216,7 @@ class ModelDrafter(Drafter):
         """See `Drafter.commit`. Tokens missing from the KV cache are run with the next draft."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
-            # Exclude the last emitted token, which is not part of the KV cache.
+            # Exclude the last emitted token, which is not in the KV cache.
             self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
             for node, token in zip(nodes, tokens, strict=False):
                 if node in tree.draws:

@@ -34,7 +34,7 @@ def make(context: DrafterContext) -> Drafter:
 def draft_with(
     context: DrafterContext, draft: LanguageModel, name: str, cache: DraftCache | None = None
 ) -> ModelDrafter:
-    """Create a drafter that runs a model.
+    """Create a drafter for a draft model or a view of the target.
 
     Args:
         context: The target and the options.

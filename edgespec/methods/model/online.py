@@ -154,8 +154,8 @@ class OnlineTrainer:
         """Record the target's probabilities if it rejected a token of the proposed draft.
 
         Args:
-            proposed: The draft.
-            verified: The tree that the target verified. It may lack parts of the draft.
+            proposed: The draft as proposed.
+            verified: The tree that the target verified, which may lack parts of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """

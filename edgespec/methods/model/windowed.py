@@ -89,7 +89,7 @@ class WindowedModel(WrappedModel):
     positions are positions in this cache.
 
     Args:
-        model: The inner model.
+        model: The model to wrap.
         window: The sizes of the attention window.
         context_tokens: Maximum length of the sequence.
 

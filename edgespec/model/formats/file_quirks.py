@@ -67,7 +67,7 @@ class _Pattern(NamedTuple):
     next_step: str
 
 
-# llama.cpp's messages about files that are complete but not in the form that it expects.
+# llama.cpp's messages about files that are complete but not in the form it expects.
 _REFUSALS = tuple(
     _Pattern(re.compile(message), what, next_step)
     for message, what, next_step in (
@@ -116,7 +116,7 @@ _REFUSALS = tuple(
 
 
 def explain_refusal(log: str, headers: Sequence[GgufHeader]) -> Refusal | None:
-    """Explain why llama.cpp rejects an undamaged file, or return None if its messages give no known reason.
+    """Explain why llama.cpp rejects an undamaged file, or return None if the reason is unknown.
 
     Args:
         log: The messages that llama.cpp logged.

@@ -29,7 +29,7 @@ _SHOWN_BYTES = 16
 _BYTE_ORDERS: tuple[Literal["little", "big"], Literal["little", "big"]] = (
     ("little", "big") if sys.byteorder == "little" else ("big", "little")
 )
-# Versions of the GGUF format. llama.cpp no longer reads version 1.
+# Versions of the GGUF format. llama.cpp no longer supports version 1.
 _VERSIONS = (1, 2, 3)
 # Part numbers in file names have five digits, which limits the number of parts.
 _MAX_PARTS = 99_999
@@ -61,10 +61,10 @@ class _Split(NamedTuple):
 
 
 def check_is_gguf(path: Path, content: str = "model or head") -> None:
-    """Check that a file starts like a GGUF file.
+    """Check that a file starts with the header of a supported GGUF version.
 
     Args:
-        path: The file.
+        path: The file to check.
         content: Expected content of the file, for the error message.
 
     Raises:
@@ -109,7 +109,7 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
 
 
 def named_gguf_files(path: Path) -> list[Path]:
-    """Return the files of the GGUF model at `path`, looking only at file names, which is fast.
+    """Return the files of the GGUF model at `path`, judging only by their names, which is fast.
 
     Raises:
         ModelFileError: The file is not a GGUF file.

@@ -32,7 +32,7 @@ __all__ = [
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 _MAX_DIMENSIONS = 8
-# Number of bytes to read for the `general` keys, which writers put first, before the vocabulary.
+# Number of bytes to read for the `general` keys, which writers put before the vocabulary.
 _GENERAL_BYTES = 1 << 16
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -59,7 +59,7 @@ class StringArray:
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # Offsets of the strings in `data`, followed by an offset that marks the end of the last string.
+        # Offsets of the strings in `data`, followed by the end offset of the last string.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -179,7 +179,7 @@ def parse_header(data: bytes) -> GgufHeader:
 
 
 def write_header(path: Path, source: Path, tensors: Sequence[GgufTensor], data_bytes: int) -> None:
-    """Write a sparse GGUF file with another file's metadata and new tensors, whose data is a hole.
+    """Write a sparse GGUF file: another file's metadata, new tensors, and a hole in place of their data.
 
     Args:
         path: The file to write.
@@ -239,7 +239,7 @@ class _Reader:
         self.at = 0
 
     def counts(self) -> tuple[int, int]:
-        """Read the start of the file, and return the numbers of tensors and metadata values."""
+        """Read the start of the file, and return the tensor and metadata counts."""
         data = self._data
         if data[:4] != b"GGUF"[: len(data)]:
             raise ValueError(f"the file {describe_start(data[:16])} instead of 'GGUF'")

@@ -265,7 +265,7 @@ def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str
 
 
 def file_type_name(file_type: Any) -> str:
-    """Return the name of a llama.cpp file type, such as `Q4_K_M`. Empty if it is unknown."""
+    """Return the name of a llama.cpp file type, such as `Q4_K_M`, or an empty string if it is unknown."""
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     try:

@@ -83,7 +83,7 @@ def require_mlx(model: str) -> None:
 
 
 def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
-    """Check that there is one adapter, without a scale, and that its folder exists.
+    """Check that there is only one adapter, that it has no scale, and that its folder exists.
 
     Raises:
         OptionError: There are several adapters, or the adapter has a scale.
@@ -147,9 +147,9 @@ def _has_all_weights(folder: Path, names: set[str], index: Mapping[str, str]) ->
     """Return whether the weight files in a folder contain the whole model.
 
     Args:
-        folder: The folder.
-        names: The names of its files.
-        index: Maps each tensor name to its file, according to the index. Empty if there is no index.
+        folder: The model's folder.
+        names: Names of the files in the folder.
+        index: Maps each tensor name to its file, as listed in the weight index. Empty if there is no index.
     """
     try:
         files = weight_files(folder)
@@ -215,7 +215,7 @@ def missing_from_head(folder: Path) -> list[str]:
 
 
 def is_complete_without_config(weights: Iterable[str]) -> bool:
-    """Return whether these files are Medusa or Hydra weights, whose shapes determine all sizes."""
+    """Return whether these are Medusa or Hydra weight files, whose shapes determine all sizes."""
     return any(residual_head_method(Path(name)) for name in weights)
 
 

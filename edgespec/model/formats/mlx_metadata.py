@@ -104,7 +104,7 @@ def read_head_info(folder: Path) -> ModelInfo:
     """Return the metadata of a head in the Hugging Face layout.
 
     Reads the head's configuration and file names. If they do not identify the kind of head, as for EAGLE-1,
-    the tensor names are read as well. `kind` is `model` if the files do not belong to a head.
+    the tensor names are read as well. The result's `kind` is `model` if the files do not belong to a head.
 
     Raises:
         ModelFileError: The files are missing or damaged.

@@ -56,7 +56,7 @@ def read_projector(path: Path, *, small_images: bool = False) -> Projector:
     """Read a projector's metadata.
 
     Args:
-        path: The file.
+        path: The mmproj file.
         small_images: Whether images will be reduced to about a megapixel.
 
     Raises:

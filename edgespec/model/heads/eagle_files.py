@@ -72,9 +72,9 @@ class EagleConfig(LayerConfig):
         """
         choices: list[tuple[int, ...]] = [(2, target_layers // 2, target_layers - 3)]
         if self.layers is not None:
-            # Publishers number a hidden state either by the layer that reads it or by the layer that writes
-            # it. The lowest one is usually the input of layer 2, so a list that starts with 1 follows the
-            # second convention.
+            # Publishers number hidden states either by the layer that reads them or by the layer that writes
+            # them. The first is usually the input of layer 2, so a list that starts with 1 follows the second
+            # convention.
             inputs, outputs = self.layers, tuple(layer + 1 for layer in self.layers)
             choices = [outputs, inputs] if self.layers[:1] == (1,) else [inputs, outputs]
         return [choice for choice in choices if all(0 <= layer <= target_layers for layer in choice)]

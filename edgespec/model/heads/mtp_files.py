@@ -110,7 +110,7 @@ def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
 
 
 def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) -> dict[str, StoredTensor]:
-    """Check a module, and convert its `fc` to read the embedding first.
+    """Validate an MTP module, and reorder its `fc` so that the embedding comes first.
 
     Raises:
         ModelFileError: A tensor is missing or cannot be dequantised.

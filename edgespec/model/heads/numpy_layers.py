@@ -127,7 +127,7 @@ class CachedAttention:
         """Append the keys and values of inputs [tokens, size] to the KV cache.
 
         Args:
-            x: The inputs.
+            x: The new tokens' inputs.
             nodes: The tokens' nodes in a draft tree. None if they follow the last token in the cache.
         """
         used, count = self.end - self.start, len(x)

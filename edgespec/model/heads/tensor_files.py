@@ -147,7 +147,7 @@ def dequantise_fp8(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def _is_broadcast(weight: StoredTensor, scales: StoredTensor) -> bool:
-    """Return whether there is one scale overall or one per row."""
+    """Return whether a weight has a single scale or one scale per row."""
     return scales.shape in ((), (1,), (*weight.shape[:-1], 1))
 
 
@@ -245,7 +245,7 @@ def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
 
 
 def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
-    """Return an uncompressed entry's data. Raises ValueError if it does not have the stated size."""
+    """Return an uncompressed entry's data. Raises ValueError if its size is not as declared."""
     with archive.open(entry) as file:
         content = file.read(entry.file_size)
     if len(content) != entry.file_size:

@@ -42,7 +42,7 @@ def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
     are not part of the version named there, such as `const` in draft 4.
 
     Args:
-        schema: The JSON schema.
+        schema: The JSON schema to rewrite.
         lenient: Whether to keep parts of the schema that cannot be enforced, instead of raising OptionError.
 
     Raises:
@@ -155,7 +155,7 @@ def _inside(bound: float, inwards: float) -> float:
     """Move a bound inwards to a nearby value that llguidance represents exactly.
 
     Args:
-        bound: The bound.
+        bound: The bound to move.
         inwards: The direction in which numbers are allowed: positive or negative infinity.
     """
     if isinstance(bound, int):

@@ -93,7 +93,7 @@ def _as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _can_close(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema defines all its required properties and says nothing about additional ones."""
+    """Return whether a schema defines all its required properties and does not mention additional ones."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, Mapping) or not properties or any(name in schema for name in _OTHERS):
         return False

@@ -54,8 +54,8 @@ __all__ = [
 
 # Placeholder signature for reasoning. Clients drop unsigned reasoning from their next request.
 _SIGNATURE = "edgespec"
-# Claude Code starts its system prompt with this line, which changes with every request. The line is removed,
-# because nothing after it could be reused from the prefix cache.
+# Claude Code starts its system prompt with this line, which changes on every request. It is removed because
+# nothing after it could be reused from the prefix cache.
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 # Required fields, keyed by block type.
 _NEEDED = {
@@ -110,7 +110,7 @@ def _is_skipped(message: AnthropicMessage, block: ContentBlock) -> bool:
     """Return whether a block is omitted from the prompt.
 
     Replies from Anthropic's own models can contain blocks for tools that ran on Anthropic's servers. An
-    agent cannot remove these blocks from its conversation, so they must not cause an error.
+    agent cannot remove these blocks from its conversation, so don't reject them.
     """
     known = ("thinking", "redacted_thinking", "tool_use", "tool_result")
     return message.role == "assistant" and not is_text(block) and block.type not in known
@@ -344,7 +344,7 @@ async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
 
 
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
-    """Count the tokens in the prompt of a message request."""
+    """Count the prompt tokens of a message request."""
     body = call.body
     tokens = await call.service.count_tokens(body.model, chat_prompt(body), body.thinking_option)
     count: AnthropicCount = {"input_tokens": tokens}
@@ -413,8 +413,8 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if results and not (parts or reasoning or calls):
         return results
-    # Join the text blocks of a reply without a separator, because they are one text that tool calls
-    # interrupted. In other messages, each block is a separate text.
+    # Join a reply's text blocks without a separator, because they are a single text interrupted by tool
+    # calls. In other messages, each block is a separate text.
     is_reply = message.role == "assistant"
     whole: dict[str, Any] = (
         {"content": "".join(part_text(*part) for part in parts)} if is_reply else content_of(parts)

@@ -30,7 +30,7 @@ _ENCODINGS = frozenset(
 )
 _POSITION = re.compile(r"(.*) at line (\d+) column (\d+)", re.DOTALL)
 _FORM = re.compile(r"\s*[\w.\[\]-]+=")
-# Number of characters of the body that error messages quote before and after the position of an error.
+# Number of characters of the body that error messages quote before and after an error.
 _SHOWN_BEFORE, _SHOWN_AFTER = 24, 12
 
 
@@ -190,7 +190,7 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
 
 
 def _near(text: str) -> str:
-    """Return a note quoting the text around a position, or an empty string if there is nothing to quote."""
+    """Return a note that quotes the text around an error, or an empty string if there is nothing to quote."""
     shown = "".join(each if each.isprintable() else " " for each in text).strip()
     return f", near `{shown}`" if shown else ""
 

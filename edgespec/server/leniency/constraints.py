@@ -1,6 +1,6 @@
-"""Parse the constraint on an answer from any field and format that clients use.
+"""Parse answer constraints from every field and format that clients use.
 
-A constraint must never be ignored, because the client would get text that violates it. Every endpoint
+A constraint must never be ignored, because the client could then get text that violates it. Every endpoint
 therefore accepts all of these fields and formats, and `fields.py` rejects unknown fields whose names suggest
 a constraint.
 """
@@ -95,7 +95,7 @@ def _option(name: str) -> _Reader:
 
 # Keywords whose presence shows that a `json_object` response format is itself the schema.
 _INLINE_KEYWORDS = frozenset({"properties", "required", "anyOf", "oneOf", "allOf", "$ref"})
-# Constraints that must not appear in a response format of a different type.
+# Constraints that a response format of a different type must not contain.
 _OTHER_CONSTRAINTS = ("regex", "grammar", "choice")
 _FORMAT_HINT = "use text, json_object or json_schema"
 
@@ -276,8 +276,8 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 param=second,
                 code="option_conflict",
             )
-    # Prefer a mapping, because a schema given as text in the field `schema` also allows properties that it
-    # does not name.
+    # Prefer a mapping. A schema given as text in the field `schema` also allows properties that it does not
+    # name.
     return min(found.values(), key=lambda option: isinstance(option.get("schema"), str), default={})
 
 

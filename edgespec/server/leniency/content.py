@@ -43,7 +43,7 @@ _REASONING_FIELDS = {
     "redacted_thinking": (),
 }
 
-# Types of non-text parts. An object with any other type that is not in a list is treated as data from a tool.
+# Types of non-text parts. A tool result that is an object of any other type is treated as data.
 _MEDIA = frozenset(
     {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
     | {"file", "input_file", "document"}
@@ -151,8 +151,8 @@ def read_image(place: str, data: str) -> Image:
 def result_text(place: str, content: Any) -> str:
     """Return the text of a tool result, with a note in place of each non-text part.
 
-    An agent cannot remove a tool result from its conversation, so an image in it must not cause an error.
-    `omitted_parts` lists the omitted parts.
+    An agent cannot remove a tool result from its conversation, so don't reject images in tool results. Use
+    `omitted_parts` to list the omitted parts.
     """
     parts = _parts(place, content)
     if parts is not None:

@@ -41,7 +41,7 @@ def origins_regex(origins: Iterable[str]) -> str:
 
 
 def is_origin(text: str) -> bool:
-    """Return whether a string can be passed to `origins_regex`."""
+    """Return whether `origins_regex` accepts a string as an origin."""
     try:
         return bool(_regex(text))
     except OptionError:

@@ -91,7 +91,7 @@ def canonical_path(path: str, known: Collection[str]) -> str:
         if not _BASES.issuperset(parts[:first]) and base not in known:
             continue
         for candidate in (rest, f"/v1{rest}"):
-            # A bare base URL is not an endpoint.
+            # A base URL on its own is not an endpoint.
             if (candidate in known and (rest != "/" or not parts)) or candidate.startswith(_MODELS):
                 return candidate
     return "/" + "/".join(parts)

@@ -1,4 +1,4 @@
-"""Determine which tools to offer the model, for requests in the formats of all supported APIs."""
+"""Determine which tools to offer the model, for requests in any supported API's format."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["CONSTRAINT_HINT", "Repair", "asks_for_constraint", "field_repair", "
 
 CONSTRAINT_HINT = "use response_format for a JSON schema, or regex, grammar or choice"
 
-# Words in the names of fields that constrain the answer, such as `guided_decoding` and `responseSchema`.
+# Matches names of fields that seem to constrain the answer, such as `guided_decoding` and `responseSchema`.
 _WORDS = re.compile("constrain|ebnf|grammar|guided|schema|structur|^response_?format$", re.IGNORECASE)
 # Maximum nesting depth of objects to search, as in `{"extra_body": {"nvext": {"guided_json": ...}}}`. The
 # limit was chosen, not measured.

@@ -124,7 +124,7 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
 async def _stream(
     call: Call[Any], request: ReplyRequest, formatted: Formatter
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of a streamed reply. Tool calls follow the text, because Ollama does not split them."""
+    """Yield the lines of a streamed reply. Tool calls follow the text, because Ollama sends them whole."""
     fields: OllamaFields = call.body
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
@@ -193,7 +193,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
 
 
 def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: int) -> dict[str, Any]:
-    """Return the fields for the end of a reply, such as token counts and durations.
+    """Return the final fields of a reply, such as token counts and durations.
 
     Args:
         fields: The request's fields.
@@ -291,7 +291,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
 def _converted_message(index: int, message: OllamaMessage) -> dict[str, Any]:
     place, images = f"messages.{index}.content", []
     if message.role == "tool":
-        # An agent cannot remove a tool result from its conversation, so an image in it must not be an error.
+        # An agent cannot remove a tool result from its conversation, so don't reject images in tool results.
         notes = ["[image omitted: text only]"] * len(message.images or ())
         content = "\n".join(filter(None, [result_text(place, message.content), *notes]))
     else:

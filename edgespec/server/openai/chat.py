@@ -228,7 +228,7 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
         more["max_tokens"] = body.max_completion_tokens
     tools, choice = modern_tools(body.tools or (), body.tool_choice, body.functions or (), body.function_call)
     offered = offered_tools(tools)
-    # In the older format, a message can contain only one call.
+    # In the older format, a message can contain only one tool call.
     parallel = False if body.functions else body.parallel_tool_calls
     choice = checked_choice(choice, offered, tools, parallel=parallel)
     prompt = chat_prompt(body.messages, offered.definitions, choice, system=body.system)
@@ -264,7 +264,7 @@ def _finish_reason(reply: Reply, body: ChatRequest) -> str:
 def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
     """Format a part of a tool call. Only the first part of a call includes the id and the name.
 
-    In the older format, a message has only one call, and further calls are omitted.
+    In the older format, a message has only one call, so further calls are omitted.
     """
     function = {"arguments": delta.arguments}
     if delta.id:
@@ -278,9 +278,8 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is normally included in the last event of the last choice. If the client sets
-    `include_usage`, the usage is sent in a separate event without choices instead, which many other clients
-    cannot handle.
+    Usage is normally included in the last event of the last choice, because many clients cannot handle an
+    event without choices. If the client sets `include_usage`, usage is sent in such a separate event.
     """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None

@@ -150,7 +150,7 @@ def _new_id() -> str:
 
 
 def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) -> str:
-    """Return the prompt's text if the request asks to echo it, or an empty string."""
+    """Return the prompt's text if the request sets `echo`, or an empty string."""
     prompt = request.prompt
     if not body.echo:
         return ""
@@ -189,7 +189,7 @@ def _joined(first: TextLogprobs | None, second: TextLogprobs | None) -> TextLogp
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of streamed completions. The usage is sent as in chat completions."""
+    """Yield the events of streamed completions. Usage is reported the same way as for chat completions."""
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
     continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)

@@ -89,7 +89,7 @@ def openai_options(fields: OpenAIFields) -> dict[str, Any]:
 
 
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
-    """Return the options of each of the `n` replies. If a seed is set, it is incremented for each reply."""
+    """Return the options for each of the `n` replies, incrementing the seed, if set, for each one."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
             "stream_options requires stream: true; set stream to true, or leave stream_options out",

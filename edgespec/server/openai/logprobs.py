@@ -66,7 +66,7 @@ def wanted_logprobs(logprobs: bool | int | None, top: int | None) -> int | None:
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """Format the log-probabilities of tokens for chat completions.
 
-    The token that ends the reply is omitted, so that the tokens' bytes add up to the text exactly.
+    The token that ends the reply is omitted, so that the tokens' bytes exactly make up the text.
     """
     content: list[ContentLogprob] = [
         {**_alternative(each), "top_logprobs": [_alternative(other) for other in each.top]}
@@ -77,7 +77,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
 
 
 class TextOffsets:
-    """Computes the position at which each token's text starts in a completion.
+    """Tracks where each token's text starts in a completion.
 
     Args:
         start: Number of characters before the first token.
@@ -134,7 +134,7 @@ def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int]
     """Return the part of a prompt's text that each of its tokens represents.
 
     The BOS token that some models need represents no text, and neither does the space that some tokenizers
-    prepend. Control tokens written out in the text represent their own spelling.
+    prepend. A control token written out in the text represents that text.
 
     Args:
         text: The text.
@@ -145,8 +145,8 @@ def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int]
     for token in tokens:
         added = piece(token.token)
         exact = [each for each in (token.raw, added, added.lstrip(b" ")) if whole.startswith(each, start)]
-        # If nothing matches, assume that the token represents as many bytes as it adds, because tokenizers
-        # that normalise characters, such as accents, usually preserve the number of bytes.
+        # If nothing matches, assume that the token represents as many bytes as it adds. Tokenizers that
+        # normalise characters, such as accents, usually preserve the number of bytes.
         length = len(max(exact, key=len)) if exact else len(added)
         result.append(whole[start : start + length])
         start += length

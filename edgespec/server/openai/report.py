@@ -95,7 +95,7 @@ class IgnoredReport(TypedDict):
 class ReplyReport(TypedDict):
     """A report on how a reply was generated.
 
-    `method` is a sentence that gives the drafting method, its speed-up and the reason for it.
+    `method` is a sentence that states the drafting method, its speed-up and why it is in use.
     `ignored_fields` lists the request fields that had no effect.
     """
 

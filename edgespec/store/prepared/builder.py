@@ -250,7 +250,7 @@ def build(
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Fail early if the folder is not writable, because `_exclusive` would wait forever.
+        # Fail early if the folder is not writable. Otherwise, `_exclusive` would wait forever.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)
@@ -258,8 +258,8 @@ def build(
                 build_folder = BuildFolder(kind, folder, source, settings, progress)
                 prepared = build_folder.build(write_files, needed_bytes)
             elif to is None:
-                # The user has just asked for this model. Make it the newest, because `find_prepared` returns
-                # the newest.
+                # The user has just asked for this model. Update its timestamp, because `find_prepared`
+                # returns the newest.
                 with suppress(OSError):
                     os.utime(folder)
             if to is not None:

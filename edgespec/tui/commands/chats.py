@@ -146,7 +146,7 @@ def _rename(context: Context) -> Result:
 
 
 def renamed(chat: OpenChat, title: str) -> Change:
-    """Return the change that saves a chat, and renames it if `title` is not empty."""
+    """Return a change that saves a chat and, if `title` is not empty, renames it."""
     title = " ".join(title.split())[:MAX_TITLE] or chat.title
     shown = title or chat.shown_title
 

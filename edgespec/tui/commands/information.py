@@ -228,7 +228,7 @@ SPEED = (
         ("stats",),
         instead="Type /why to see the speed of the last reply, or /memory to see the memory use",
     ),
-    # Looking for draft models is slow, because it reads the folders of other programs.
+    # Looking for draft models is slow because it reads other programs' folders.
     Command("why", "", "explain why the last reply was fast or slow", _why, slow="reads"),
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show how much memory is used, and for what", _memory),

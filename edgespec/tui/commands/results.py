@@ -117,7 +117,7 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error that leaves the rest of the result valid. Other errors are raised."""
+    """An error that does not invalidate the rest of the result. Other errors are raised."""
 
     error: EdgespecError
 
@@ -173,7 +173,7 @@ class Question:
 
     Attributes:
         question: The question.
-        confirm: The label of the button that confirms.
+        confirm: Label of the confirmation button.
         then: Returns the result if the user agrees. Called outside the event loop, so it may write files.
         declined: What the plain chat prints if the user declines.
     """

@@ -1,4 +1,4 @@
-"""Commands that choose the model, the settings, the system prompt, the tools and the colours.
+"""Commands for choosing the model, settings, system prompt, tools and colours.
 
 `/preset` applies a saved system prompt, model and settings, or saves the current ones.
 """
@@ -82,7 +82,7 @@ def _model(context: Context) -> Result:
 
 
 def chosen_model(runtime: ChatModel, reference: str) -> Result:
-    """Return the command's result for a chosen model: switch to it, or download it first.
+    """Return the result of choosing a model: switch to it, or download it first.
 
     Raises:
         OptionError: There is no such model, or its file is unreadable.
@@ -151,7 +151,7 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
 
 
 def _reload(context: Context, name: str, text: str) -> Result:
-    """Reload the model with another value for a load option. Without a value, describe the option."""
+    """Reload the model with a new value for a load option, or describe the option if no value is given."""
     if not text:
         value = f"{name}: {loaded_value(name, context.runtime)}"
         advice = f"To change it, which loads the model again, type /set {name} and a value"
@@ -162,7 +162,7 @@ def _reload(context: Context, name: str, text: str) -> Result:
 
 
 def _choices(name: str, context: Context) -> list[str]:
-    """Return one line per draft model or head for the loaded model. Empty for other load options."""
+    """Return one line per draft model or head, or an empty list for other load options."""
     if name not in ("draft", "head") or (found := _check_known(context.model_name)) is None:
         return []
     # Imported lazily to avoid delaying the first prompt.
@@ -479,7 +479,7 @@ COMMANDS = (
     Command("set", "[name value]", "show the settings, or change one", _set, ("settings",)),
     Command("draft", "[name|auto|none]", "change the draft model; loads the model again", _draft),
     Command("context", "[tokens]", "change the context length; loads the model again", _context),
-    # This command is slow, because it starts the process that renders the chat template.
+    # This command is slow because it starts the process that renders the chat template.
     Command(
         "think",
         "[on|off|auto]",

@@ -80,7 +80,7 @@ class Typed:
 
 
 def read(text: str) -> Typed | None:
-    """Parse a slash command. Return None if `text` is a message for the model."""
+    """Parse a slash command, or return None if `text` is a message for the model."""
     match = _LINE.fullmatch(text.rstrip())
     if match is None:
         return None

@@ -46,7 +46,7 @@ _TICK_SECONDS = 0.5
 _PLAN_DELAY_SECONDS = 0.3
 # Minimum terminal width, in columns, at which the dialog's border names more than two keys.
 _WIDE_COLUMNS = 64
-# Maximum memory in bytes for measuring the speed of this machine.
+# Maximum memory in bytes to use when measuring this machine's speed.
 _MEASURING_BYTES = 1 << 30
 _SETTING = ("chat", "target")
 
@@ -241,7 +241,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         return is_open(model.path, self._runtime)
 
     def _refresh_downloads(self) -> None:
-        """Show the progress of the downloads. Move finished ones to the models on this machine."""
+        """Update the download progress, and move finished downloads to the models on this machine."""
         for reference, model in self._shown.items():
             download = self._downloads.find(reference)
             if download is None or model.is_installed:

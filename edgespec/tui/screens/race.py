@@ -132,7 +132,7 @@ class RaceScreen(ModalScreen[None]):
 
 
 class _LaneColumn(Vertical):
-    """One reply of the race: its method, its speed so far, and its text."""
+    """One of the two replies in a race: its method, its speed so far, and its text."""
 
     def __init__(self) -> None:
         super().__init__(classes="race-lane")
@@ -150,7 +150,7 @@ class _LaneColumn(Vertical):
         self._scroll.scroll_end(animate=False)
 
     def show(self, lane: Lane, seconds: float) -> None:
-        """Show the text and the speed as they were this many seconds after the start."""
+        """Show the text and speed as of `seconds` after the start."""
         finished = seconds >= lane.seconds
         seconds = min(seconds, lane.seconds)
         tokens = lane.tokens_at(seconds)

@@ -247,7 +247,7 @@ def _speed(
 
 
 def _positions(stats: Stats, width: int) -> Content:
-    # Copy the lists, because the model thread extends them during a reply.
+    # The model thread extends these lists during a reply, so copy them.
     drafted, accepted = list(stats.drafted_per_position), list(stats.accepted_per_position)
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:

@@ -117,7 +117,7 @@ class PathList(OptionList, can_focus=False):
 
     @property
     def chosen(self) -> str:
-        """The highlighted path. Empty if the list is hidden or the user has already typed that path."""
+        """The highlighted path, or an empty string if the list is hidden or the path is already typed."""
         option = self.highlighted_option if self.display else None
         return "" if option is None or option.id is None or option.id == self._typed else option.id
 
@@ -177,7 +177,7 @@ def _ranked(paths: Iterable[str], typed: str) -> list[str]:
 def _rank(path: str, sought: str) -> tuple[object, ...]:
     """Return a sort key that is smaller for better matches, or an empty tuple if the path does not match."""
     folded = path.casefold()
-    # Search for the letters one by one, because a regular expression could take exponential time.
+    # Search letter by letter, because a regular expression could take exponential time.
     first = place = -1
     for letter in sought:
         place = folded.find(letter, place + 1)

@@ -69,7 +69,7 @@ def read_markdown(text: str) -> Markdown:
 
 
 def load_parsers() -> None:
-    """Load the parsers for Markdown and Python before a reply needs them, because this takes about 80 ms."""
+    """Load the Markdown and Python parsers before a reply needs them, which takes about 80 ms."""
     read_markdown("https://example.com")
     highlight("pass", language="python")
 
@@ -250,7 +250,7 @@ class Block:
 
     @property
     def drawn_rows(self) -> list[Row]:
-        """The most recently drawn rows. Empty if the block has not been drawn."""
+        """The most recently drawn rows, or an empty list if the block has not been drawn."""
         return self._rows[1]
 
     def forget_rows(self) -> None:
@@ -276,7 +276,7 @@ class Block:
         old = len(indents) - self._begins
         firsts = [*indents[:old], *(margin.first for margin in self.margins[old:])]
         indent = sum(map(len, indents)) + self.padding
-        # If the first row has a bullet, start copying there, because bullets are part of copied text.
+        # Bullets are part of copied text, so if the first row has one, start copying there.
         bullet = next((n for n, text in enumerate(firsts) if text != indents[n]), None)
         first_copied = indent if bullet is None else sum(map(len, indents[:bullet]))
         pad = " " * self.padding

@@ -308,7 +308,7 @@ class ReplyMessage(MessageWidget):
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
         self.writing = False
-        # Parse the whole text again, because a link can be defined after its use.
+        # Reparse the whole text, because a link can be defined after its use.
         self.text, self._drawn = text, limited_markdown(text)
         self._markdown.colours = self._colours()
         self._markdown.replace(self._drawn)
@@ -514,7 +514,7 @@ def _one_line(text: str, max_characters: int) -> str:
 
 
 class SystemMessage(Static, MessageWidget, can_focus=True):
-    """A system message within a chat, which only imported chats have."""
+    """A system message in the middle of a chat, as found only in imported chats."""
 
     # Textual takes bindings only from the first base class.
     BINDINGS: ClassVar[list[BindingType]] = MessageWidget.BINDINGS

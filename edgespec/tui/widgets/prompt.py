@@ -321,7 +321,7 @@ class History:
 
 
 class WaitingMessages(Static):
-    """Messages that the user sent during a reply or while a model loaded. They are sent one at a time.
+    """Messages entered during a reply or while a model was loading, to be sent one at a time.
 
     Attributes:
         texts: The messages, oldest first.

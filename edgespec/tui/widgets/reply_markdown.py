@@ -127,8 +127,8 @@ class ReplyMarkdown(Widget):
         super().notify_style_update()
 
     def on_unmount(self) -> None:
-        # Free the rows now, because only the garbage collector frees a removed widget, and it gets slower
-        # with every object.
+        # Free the rows now. A removed widget is freed only by the garbage collector, which gets slower with
+        # every object.
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -258,10 +258,10 @@ class OriginColours:
         self._ends[-1] += len(text)
 
     def colour(self, blocks: Iterable[Block], markdown: str, first: int) -> None:
-        """Colour blocks.
+        """Colour the words in blocks by their origin.
 
         Args:
-            blocks: The blocks.
+            blocks: The blocks to colour.
             markdown: The part of the text from which the blocks were parsed.
             first: The index of the first character of this part.
         """

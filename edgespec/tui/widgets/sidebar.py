@@ -118,7 +118,7 @@ class Sidebar(ScrollView, can_focus=True):
 
     def _title(self, found: FoundChat, width: int) -> Content:
         title = found.chat.title
-        # Never cut off the suffix, because it distinguishes a fork from the original chat.
+        # Never cut off the suffix, which distinguishes a fork from the original chat.
         suffix = FORK_SUFFIX if title.endswith(FORK_SUFFIX) else ""
         mark = "• " if found.chat.id == self._open else "  "
         shown = Content.assemble((mark, "$primary"), title.removesuffix(suffix))

@@ -47,14 +47,14 @@ _MORE_ROWS = 2
 _MAX_NOTES = 5
 # Number of messages to add when the selection moves past the messages on screen.
 _SELECTED_MESSAGES = 2
-# Number of pages shown as widgets: one in view, and one above and below it. With more widgets, each layout
+# Number of pages shown as widgets: one in view, one above it and one below it. With more widgets, each layout
 # change takes longer.
 _MAX_PAGES = 3
 # Maximum number of messages that are added at once. Adding a message takes several milliseconds.
 _PAGE_MESSAGES = 40
 # Maximum time in seconds to spend on drawing the messages that are added at once.
 _PAGE_SECONDS = 1.0
-# Rows that a message takes up besides its text: the space above it and its padding. A low value was chosen,
+# Rows that a message takes up besides its text: the space above it and its padding. A low value was chosen
 # because a page with too many messages is better than one that does not fill the view.
 _OTHER_ROWS = 1
 # Seconds between the removal of messages from the screen and a garbage collection. Widgets refer to each
@@ -140,7 +140,7 @@ class Transcript(VerticalScroll):
         places = (index + 1, index, index - 1)
         messages = [each for each in map(self.message_at, places) if each is not None and each.display]
         if tries and not all(each.size for each in messages):
-            # Try again after the next refresh, because new messages have not been laid out yet.
+            # New messages have not been laid out yet, so try again after the next refresh.
             self.call_after_refresh(self._show_around, index, tries - 1)
             return
         for each in messages:
@@ -292,7 +292,7 @@ class Transcript(VerticalScroll):
         if message.size:
             scroll()
         else:
-            # Scroll after the next refresh, because the message was just added and has not been laid out yet.
+            # The message was just added and has not been laid out yet, so scroll after the next refresh.
             self.call_after_refresh(scroll)
 
     async def add(self, widget: Widget) -> None:

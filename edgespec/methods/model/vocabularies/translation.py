@@ -156,7 +156,7 @@ class TokenTranslation:
         """Return one or more draft model tokens that represent a target token.
 
         Args:
-            token: The target token.
+            token: The target token to translate.
             first: Whether the token is the first in the sequence. If so, the draft model's start tokens are
                 prepended.
         """

@@ -36,8 +36,8 @@ def suffix_drafter(
         vocabulary: The target's vocabulary.
         corpus: A text file or a folder of text files, read and tokenized before this function returns.
         remember: Whether to draft from replies in earlier chats and save new replies in the user's data
-            folder. Saved replies are loaded when the first reply begins. If False, they are neither read nor
-            written.
+            folder. Saved replies are loaded when the first reply begins. If False, saved replies are neither
+            read nor written.
         can_branch: Whether to draft trees of tokens instead of single chains.
         progress: Called to report progress while the corpus is being read. Returns False to cancel.
 

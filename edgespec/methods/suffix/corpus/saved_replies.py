@@ -1,4 +1,4 @@
-"""Save the tokens of replies for later chats, in one private file per vocabulary.
+"""Save reply tokens for later chats, in one private file per vocabulary.
 
 A file consists of a header and records. A lock prevents two processes from appending at the same time. Each
 record begins with a magic number, its length and a checksum, so that damaged records can be skipped without
