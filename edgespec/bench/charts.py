@@ -111,9 +111,7 @@ def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
 
 def _passes(curve: CostCurve, width: int) -> list[str]:
     bars = [Bar(str(rows), ((curve.v(rows), _FULL),), f"{curve.v(rows):.2f}") for rows in curve.widths]
-    return bar_chart(
-        "time to check several tokens at once, as a multiple of the time for one token", bars, width
-    )
+    return bar_chart("time to check several tokens at once, relative to one token", bars, width)
 
 
 def check_plots() -> None:

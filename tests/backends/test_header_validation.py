@@ -202,7 +202,7 @@ def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
         ("output_group_count", 0, "0 groups"),
         ("output_group_count", 3, "3 groups"),
         ("head_count_kv", 2, "2 key"),
-        ("attention.key_length", 32, "32 values"),
+        ("attention.key_length", 32, "size 32"),
     ],
 )
 def test_sizes_of_compressed_attention_are_checked(key: str, value: int, match: str, tmp_path: Path) -> None:

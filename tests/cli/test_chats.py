@@ -81,7 +81,7 @@ def test_an_exported_chat_can_be_imported(
     assert run("chats", "export", "files").exit_code == 0
     assert (tmp_path / "How do I list files.md").read_text("utf-8").endswith("Use `ls -S`.\n")
     one_line_error(run("chats", "export", "files"), 2, "already exists", code="output_exists")
-    one_line_error(run("chats", "export", "files", "chat.pdf"), 2, "unknown format", code="option_invalid")
+    one_line_error(run("chats", "export", "files", "chat.pdf"), 2, "format", code="option_invalid")
     one_line_error(run("chats", "import", "missing.json"), 1, "cannot read", code="chat_file_unreadable")
 
 

@@ -43,7 +43,7 @@ def test_each_value_is_shown_with_its_place(run: Run, file: Path, monkeypatch: p
     assert re.fullmatch(rf"target +8b-q4 +{file}", rows["target"])
     assert re.fullmatch(r"threads +2 +EDGESPEC_THREADS", rows["threads"])
     assert re.fullmatch(
-        r"context +as many as the model was trained for; more than 8192 .* +default", rows["context"]
+        r"context +as many tokens as the model was trained for; more than 8192 .* +default", rows["context"]
     )
     assert re.fullmatch(rf"chat.target +demo +{file}", rows["chat.target"])
     assert rows.keys() >= every_setting().keys() | VARIABLES.keys()

@@ -114,7 +114,7 @@ _SHARED = Gpu("Vulkan1", "Iris", 3 * 2**30, 8 * 2**30, has_own_memory=False)
     [
         (LlamaCppInfo("1.0"), "", (), True, "none found", ""),
         (LlamaCppInfo("1.0", gpus=(_CARD,)), "vulkan", ("AMD",), True, "^Radeon .*3.0 GiB of 8.0 GiB", ""),
-        (LlamaCppInfo("1.0", gpus=(_CARD, _SHARED)), "", (), True, "; Iris .Vulkan1., which shares", ""),
+        (LlamaCppInfo("1.0", gpus=(_CARD, _SHARED)), "", (), True, "; Iris .Vulkan1., shares", ""),
         (LlamaCppInfo("1.0"), "cuda", ("NVIDIA",), False, "NVIDIA", "nvidia-cuda-toolkit.*setup cuda$"),
         (LlamaCppInfo("1.0"), "vulkan", ("AMD", "Intel"), False, "AMD and Intel", "glslc.*setup vulkan$"),
         (
@@ -142,11 +142,15 @@ def test_gpus_are_named_with_what_is_missing(
 @pytest.mark.parametrize(
     ("number", "finding", "next_step"),
     [
-        (errno.ENOSPC, "the disk is full; ", "free some space on the disk of {}, for example with `edgespec"),
+        (
+            errno.ENOSPC,
+            "the disk is full; ",
+            "free some space on the disk that contains {}, for example with `edgespec",
+        ),
         (
             errno.EDQUOT,
             "your disk quota is used up; ",
-            "free some space on the disk of {}, for example with `edgespec",
+            "free some space on the disk that contains {}, for example with `edgespec",
         ),
         (errno.EROFS, "read-only file system; ", "set HF_HUB_CACHE to a writable folder"),
         (errno.EACCES, "permission denied; ", "make {} writable for your user, or set HF_HUB_CACHE to"),

@@ -88,10 +88,10 @@ def test_a_byte_order_mark_before_a_command_is_skipped(start: Start, tmp_path: P
 @pytest.mark.parametrize(
     ("data", "line", "message"),
     [
-        (b"gr\xf6", None, "stdin"),
-        (b"gr\xf6\n", 4, "stdin"),
-        ("hé".encode("utf-16"), 1, "stdin is UTF-16"),
-        ("hé".encode("utf-16"), None, "stdin is UTF-16"),
+        (b"gr\xf6", None, "standard input"),
+        (b"gr\xf6\n", 4, "standard input"),
+        ("hé".encode("utf-16"), 1, "standard input is UTF-16"),
+        ("hé".encode("utf-16"), None, "standard input is UTF-16"),
     ],
 )
 def test_input_that_is_not_utf8_is_refused_with_its_place(

@@ -89,7 +89,7 @@ def test_what_was_prepared_for_early_exit_is_not_prepared_for_it_again(
     assert run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(halves)).exit_code == 0
     result = run("prepare", "layerskip", str(halves))
     assert result.exit_code == 2
-    assert f"{halves} is already prepared; use the GGUF file" in result.stderr
+    assert f"{halves} is already prepared; " in result.stderr
 
 
 def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp_path: Path) -> None:

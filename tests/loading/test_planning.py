@@ -391,7 +391,7 @@ def test_other_reasons_why_experts_stay(
 
 @pytest.mark.parametrize("value", [-1, "some", 1.5, True])
 def test_an_invalid_value_for_experts_is_refused(value: Any) -> None:
-    with raises(OptionError, "auto, gpu, cpu or a number of layers"):
+    with raises(OptionError, "or a number of layers"):
         edgespec.plan("demo", "none", experts=value)
 
 

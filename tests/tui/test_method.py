@@ -134,21 +134,25 @@ ROUNDING = Exactness("auto", False, "can differ from plain decoding by rounding"
 @pytest.mark.parametrize(
     ("exactness", "contains", "lacks"),
     [
-        (BITS, ["identical with and without the speed-up"], ["--exactness", "rounding"]),
+        (BITS, ["identical with and without the speed-up"], ["/set exactness", "rounding"]),
         (
             replace(BITS, expected_speed=0.95),
-            ["identical with and without the speed-up", "--exactness off", "5%"],
+            ["identical with and without the speed-up", "/set exactness off", "5%"],
             [],
         ),
-        (replace(BITS, widths=(1,)), ["identical with and without the speed-up", "--exactness off"], []),
+        (replace(BITS, widths=(1,)), ["identical with and without the speed-up", "/set exactness off"], []),
         (
             ROUNDING,
-            ["can differ slightly from those without the speed-up because of rounding", "--exact", "25%"],
+            [
+                "can differ slightly from those without the speed-up because of rounding",
+                "/set exactness bits",
+                "25%",
+            ],
             ["identical"],
         ),
         (
             Exactness("off", False, f"{ROUNDING.outcome}, because exactness is off"),
-            ["can differ slightly from those without the speed-up because of rounding", "exactness is off"],
+            ["can differ from those without the speed-up by rounding, because exactness is off"],
             ["identical", "%"],
         ),
     ],
@@ -170,7 +174,7 @@ def test_the_chat_says_whether_replies_are_identical(
     assert ("never changes a reply" in welcome) == exactness.bits
     # `/why` mentions the rule only if it explains the speed or if replies can differ.
     assert ("can differ" in why) == (not exactness.bits)
-    assert ("--exactness off" in why) == (exactness.bits and exactness != BITS)
+    assert ("/set exactness off" in why) == (exactness.bits and exactness != BITS)
 
 
 @pytest.mark.long

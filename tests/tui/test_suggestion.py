@@ -32,4 +32,4 @@ def test_suggestions_do_not_hide_that_rounding_can_change_replies(monkeypatch: p
         suggestion, warning = notices(runtime)
     assert "qwen3.5-9b" in suggestion
     assert "rounding" in warning
-    assert "--exact" in warning
+    assert "/set exactness bits" in warning

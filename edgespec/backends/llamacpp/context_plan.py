@@ -102,7 +102,7 @@ def parse_kv_types(text: str) -> KvTypes:
     for name in (keys, values or keys):
         if name not in _TYPES:
             raise OptionError(
-                f"{text!r} is not a valid KV cache type",
+                f"kv_type {text!r} is not a valid KV cache type",
                 f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
                 " q8_0/f16",
                 option="kv_type",

@@ -31,7 +31,7 @@ from tests.raising import raises
         ({"target_hidden_size": 64}, CapabilityError, "hidden states of size 64"),
         ({"rope_scaling": {"type": "linear"}}, ModelFileError, "invalid settings"),
         ({"rope_scaling": {"type": "unknown"}}, ModelFileError, "invalid settings"),
-        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, ModelFileError, "factor is"),
+        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, ModelFileError, "factor "),
         ({"rope_scaling": YARN | {"beta_fast": 0}}, ModelFileError, "invalid settings"),
         ({"num_attention_heads": 0}, ModelFileError, "not an EAGLE head that edgespec supports"),
         ({"rms_norm_eps": "x"}, ModelFileError, "not an EAGLE head that edgespec supports"),
@@ -41,7 +41,7 @@ from tests.raising import raises
         ({"changes": {"fc.weight": None}}, ModelFileError, "fc.weight is missing"),
         ({"changes": {"fc.weight": np.zeros((SIZE, SIZE), np.float32)}}, ModelFileError, "has shape"),
         ({"changes": {"fc.weight": np.zeros((SIZE, 2 * SIZE), np.int64)}}, ModelFileError, "type I64"),
-        ({"changes": {"more": np.zeros(3, np.float32)}}, ModelFileError, "tensor more is unknown"),
+        ({"changes": {"more": np.zeros(3, np.float32)}}, ModelFileError, "tensor more "),
         ({"changes": {"fc.bias": np.full(SIZE, np.nan, np.float32)}}, ModelFileError, "not finite"),
         ({"changes": {"fc.bias": np.full(SIZE, 3e38, np.float32)}}, ModelFileError, "not finite"),
         ({"changes": {"embed_tokens.weight": np.full((VOCAB, SIZE), np.inf, np.float32)}}, ModelFileError,
@@ -105,7 +105,7 @@ def test_interrupting_and_closing(folder: Path, target: LanguageModel) -> None:
             call()
     head.interrupt(False)
     assert np.isfinite(first_logits(head, HeadCache(head), [5, 6, 7, 8])).all()
-    with raises(CapabilityError, "64 per", code="draft_too_wide"):
+    with raises(CapabilityError, "limit of 64 ", code="draft_too_wide"):
         head.verify(TokenTree.chain(5, [6] * 64))
     head.close()
     head.close()

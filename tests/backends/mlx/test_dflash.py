@@ -188,7 +188,7 @@ def test_an_interrupt_stops_drafting(files: Files, target: MlxModel) -> None:
         ({"changes": {"norm.weight": None}}, "the tensor norm.weight is missing"),
         ({"changes": SELECTOR}, "a DFlash 2 head must be a GGUF file"),
         ({"rope_scaling": {"rope_type": "mrope?"}}, "invalid settings"),
-        ({"block": 1}, "block_size is 1, but must be from 2"),
+        ({"block": 1}, "block_size must be from 2 .* not 1"),
         ({"num_hidden_layers": 10**9}, "must be from 1 to"),
     ],
 )

@@ -109,7 +109,7 @@ def test_layers_of_a_kind_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) 
 def test_layers_that_read_other_streams_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     """llama.cpp would end the process."""
     model = write_mtp_model(tmp_path / "deepseek4.gguf", "deepseek4")
-    with raises(CapabilityError, "states", code="head_not_supported"):
+    with raises(CapabilityError, "hidden size", code="head_not_supported"):
         read_mtp_layers(write_mtp_sidecar(tmp_path / "sidecar.gguf", model, **changes))
 
 

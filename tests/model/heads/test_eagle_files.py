@@ -121,7 +121,7 @@ def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any
         ({"norm.weight": np.zeros(32, np.int64)}, "floating-point"),
         ({"d2t": np.full(50, 151, np.int64)}, "outside the vocabulary"),
         ({"d2t": np.full(50, -60, np.int64)}, "outside the vocabulary"),
-        ({"d2t": np.zeros(50, np.float32)}, "d2t contains"),
+        ({"d2t": np.zeros(50, np.float32)}, "d2t "),
         ({"d2t": np.zeros(0, np.int64)}, "outside the vocabulary"),
         ({"d2t": None}, "lm_head.weight has shape"),
     ],
