@@ -222,8 +222,8 @@ def _unused_notice(target: Resolved) -> str:
     if not names:
         return ""
     return (
-        f"edgespec ignores these settings of Ollama's {target.name}: {', '.join(names)}; to use them, pass"
-        " them as options, such as --system"
+        f"edgespec ignores these Ollama settings of {target.name}: {', '.join(names)}; to use them, pass them"
+        " as options, such as --system"
     )
 
 

@@ -468,7 +468,7 @@ class Runtime(Replies[ReplyStream]):
         prompt = checked_prompt(tokens, self._session.target.facts, self.context_tokens, images)
         if images and settings.prompt_logprobs is not None:
             raise OptionError(
-                "the log-probabilities of a prompt with images cannot be computed",
+                "cannot compute the log-probabilities of a prompt that contains images",
                 "leave prompt_logprobs out, or remove the images",
                 code="option_conflict",
             )

@@ -325,7 +325,7 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
-            f"the head {path} is damaged: it computes values that are not finite",
+            f"the draft head {path} is damaged: it computes values that are not finite",
             "download it again, or use --head none",
         )
 

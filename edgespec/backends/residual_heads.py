@@ -194,7 +194,7 @@ class ResidualHeadTarget:
 
     def made_for_another(self, path: Path, what: str, needed: int, own: int) -> CapabilityError:
         return CapabilityError(
-            f"the head {path} was made for another model: it needs {what} of size {needed:,}, not"
+            f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, not"
             f" {own:,} as in {self.model.facts.name}",
             "choose the head that was published for this model",
             code="head_mismatch",
@@ -215,7 +215,7 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
         raise target.made_for_another(path, "a vocabulary", heads.vocab_size, model.vocab_size)
     if heads.layers_before_last >= target.layers:
         raise CapabilityError(
-            f"the head {path} was made for another model: it reads the hidden states before the last"
+            f"the draft head {path} was made for another model: it reads the hidden states before the last"
             f" {heads.layers_before_last} layers, but {model.name} has only {target.layers} layers",
             "choose the head that was published for this model",
             code="head_mismatch",
@@ -286,8 +286,8 @@ def _check_attention(
     head_size = size // heads_of_target if heads_of_target else 0
     if not head_size or head_size % 2 or size % head_size or keys % head_size or size % keys:
         raise CapabilityError(
-            f"the head {path} was made for another model: its keys of size {keys:,} cannot be divided among"
-            f" the {heads_of_target} attention heads of {target.model.facts.name}",
+            f"the draft head {path} was made for another model: its keys of size {keys:,} cannot be divided"
+            f" among the {heads_of_target} attention heads of {target.model.facts.name}",
             "choose the head that was published for this model",
             code="head_mismatch",
         )

@@ -147,7 +147,7 @@ def tune(
         auto=auto,
         verdict=_verdict(limit, drafters, auto)
         if capabilities.rollback
-        else f"Drafting cannot be used with this model: {capabilities.reason}.",
+        else f"Drafting does not work with this model: {capabilities.reason}.",
         notice=runtime.costs_notice,
         was_cpu_busy=any(_is_disturbed(each) for each in replies.values()),
     )

@@ -244,7 +244,7 @@ def _check_images(number: int, images: tuple[Any, ...], content: str) -> None:
     for image in images:
         if not (isinstance(image, PlacedImage) and 0 <= image.at <= len(content)):
             raise OptionError(
-                f"the images of message {number} must be PlacedImage objects whose place is within its"
+                f"the images of message {number} must be PlacedImage objects, each with a position within its"
                 " content",
                 "pass edgespec.PlacedImage(image, at), where `at` is the position of the image in the"
                 " content",

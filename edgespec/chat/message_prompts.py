@@ -136,9 +136,9 @@ class MessagePrompts:
         hint = "continue plain text with `edgespec generate --raw` or /v1/completions"
         if self._other_template:
             return TemplateError(
-                f"{self._model_name} has no chat template: its GGUF file contains none, and edgespec cannot"
-                " use the one in Ollama's manifest, which is written in another language",
-                f"use a GGUF file of the model that contains one, for example from Hugging Face, or {hint}",
+                f"{self._model_name} has no chat template: its GGUF file has none, and edgespec does not"
+                " support the Go template in Ollama's manifest",
+                f"use a GGUF file with a chat template, for example from Hugging Face, or {hint}",
                 code="template_missing",
             )
         return TemplateError(

@@ -76,7 +76,7 @@ def build_single_prompt(
         return builder.build(messages, progress, settings)
     if system:
         raise TemplateError(
-            "a system prompt can be used only with a chat template",
+            "a system prompt requires a chat template",
             "omit --system or --raw, or use an instruct model",
             code="template_missing",
         )
@@ -254,8 +254,8 @@ class PromptBuilder:
             prompt = self.build_fitting(messages, fitting_tokens, context_full, progress, settings)
         except ContextFullError as error:
             raise ContextFullError(
-                f"the reply cannot be continued, because its {len(start_tokens):,} tokens and the messages"
-                f" before it do not fit in the context of {context_tokens:,} tokens",
+                f"cannot continue the reply: its {len(start_tokens):,} tokens and the messages before it"
+                f" exceed the context of {context_tokens:,} tokens",
                 "start a new chat, or load the model with a larger --context",
                 prompt_tokens=(error.prompt_tokens or 0) + len(start_tokens),
                 context_tokens=context_tokens,

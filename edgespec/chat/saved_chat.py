@@ -116,8 +116,8 @@ class SavedChat:
         data = text.encode("utf-8", "replace")
         if len(data) > _MAX_FILE_BYTES:
             raise ChatFileError(
-                f"the chat takes up {format_bytes(len(data))}, but a chat can take up at most"
-                f" {format_bytes(_MAX_FILE_BYTES)}",
+                f"the chat takes up {format_bytes(len(data))}, which exceeds the limit of"
+                f" {format_bytes(_MAX_FILE_BYTES)} for a chat",
                 "start a new chat",
                 code="chat_too_large",
             )

@@ -314,7 +314,7 @@ class _TemplateProcess:
                     limit = format_bytes(output_limit_bytes(len(data)))
                     raise _failure(f"its output exceeds {limit}")
                 case "nesting":
-                    raise _failure("it is nested too deeply")
+                    raise _failure("its expressions or calls are nested too deeply")
             return reply
         except BaseException:
             self.close()

@@ -231,7 +231,7 @@ def delete_chat(chat: str, yes: bool, as_json: bool) -> None:
         if as_json or not is_terminal(sys.stdin):
             raise OptionError(
                 f"deleting the chat “{stored.title}” needs confirmation",
-                "add --yes",
+                "add --yes to confirm",
                 code="confirmation_needed",
             )
         click.confirm(printable(f"Delete “{stored.title}”?"), abort=True, err=True)

@@ -136,7 +136,7 @@ def read_stdin() -> str:
     except OSError as error:
         raise OptionError(
             f"cannot read standard input: {(error.strerror or str(error)).lower()}",
-            "redirect it from a pipe or a text file",
+            "pipe text into it, or redirect it from a text file",
             code="file_not_read",
         ) from error
     if len(data) > _MAX_BYTES:

@@ -79,7 +79,9 @@ def _in_home(name: str, variable: str = "", default: str = "") -> Callable[[], P
             return Path(folder) / name
         home = home_folder()
         if home is None:
-            raise ConfigurationError("the home folder is unknown", "set the environment variable HOME")
+            raise ConfigurationError(
+                "cannot determine the home directory", "set the HOME environment variable"
+            )
         return home / default / name
 
     return path
@@ -367,7 +369,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> _Server:
         if model is not None:
             return _Server(url, model, key)
         raise EdgespecError(
-            f"no edgespec server answers at {url}",
+            f"there is no edgespec server at {url}",
             "start one with `edgespec serve`, pass its address with --url, or name the model with --model",
             code="server_not_found",
         ) from error

@@ -482,7 +482,9 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     if not yes:
         if as_json or not is_terminal(sys.stdin):
             raise OptionError(
-                f"deleting {found.path} ({size}) needs confirmation", "add --yes", code="confirmation_needed"
+                f"deleting {found.path} ({size}) needs confirmation",
+                "add --yes to confirm",
+                code="confirmation_needed",
             )
         click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
     freed_bytes = removal.execute()

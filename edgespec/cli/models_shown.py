@@ -408,7 +408,10 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     lines = [
         (
             "what it is",
-            f"a head, which proposes tokens for one model and cannot run alone ({kind}, method {method})",
+            (
+                f"a draft head, which proposes tokens for one model and cannot run alone ({kind}, method"
+                f" {method})"
+            ),
         ),
     ]
     if entry:

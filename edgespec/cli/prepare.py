@@ -185,7 +185,7 @@ def _output_option(thing: str) -> Decorator:
 
 @command.command(
     "head",
-    short_help="Convert a head (EAGLE-3, DFlash or DSpark) to GGUF.",
+    short_help="Convert a draft head (EAGLE-3, DFlash or DSpark) to GGUF.",
     examples=(
         "edgespec prepare head demo-mlx-head demo --to eagle3-demo.gguf",
         "edgespec prepare head ./Qwen3-8B_eagle3 ./qwen3-8b-q4.gguf --to eagle3-qwen3-8b.gguf",

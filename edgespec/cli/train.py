@@ -34,14 +34,14 @@ _CONTINUE = "run the same command again to continue"
 @click.group(
     "train",
     cls=HelpfulGroup,
-    short_help="Train a draft model or a head that makes your model faster.",
+    short_help="Train a draft model or draft head that makes your model faster.",
     examples=(
         "edgespec train eagle3 demo-mlx --to my-head",
         "edgespec train draft demo-mlx --to my-draft",
     ),
 )
 def command() -> None:
-    """Train a draft model or a head that makes your model faster.
+    """Train a draft model or draft head that makes your model faster.
 
     A head is a small network that, like a draft model, proposes tokens for your model to check. It is trained
     for one model and works only with it. If a command is interrupted, run it again to continue.

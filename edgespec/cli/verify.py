@@ -79,7 +79,7 @@ _PROMPTS_PER_CATEGORY = 2
 )
 @methods_option(
     help="Methods to check. Others, such as `auto`, are checked only if you name them. [default: the methods"
-    " that use repeated text, and those of the loaded heads; with a draft model, also model and"
+    " that use repeated text, and those of the loaded draft heads; with a draft model, also model and"
     " model+suffix]"
 )
 @prompts_option(

@@ -81,7 +81,8 @@ def command(trusts_network: bool, **options: Any) -> int:
     host, port = parse_address("listener", options["listen"], hint, accepts=_any_port)
     if not (trusts_network or _is_loopback(host)):
         raise OptionError(
-            f"other machines can reach --listen {options['listen']}, and workers have no password",
+            f"--listen {options['listen']} is open to other machines, but workers have no password"
+            " protection",
             "use --workers ssh://HOST on the other machine, or add --i-trust-this-network",
         )
     interruptible(lambda stop: _serve(stop, host, port, options))

@@ -129,7 +129,7 @@ class MessageConnection:
         try:
             header = json.loads(self._receive(header_bytes))
         except RecursionError as error:
-            raise ValueError("the header of a message is nested too deeply") from error
+            raise ValueError("the JSON header of a message is nested too deeply") from error
         if not isinstance(header, dict):
             raise ValueError("the header of a message is not a JSON object")
         return header, self._receive(data_bytes)

@@ -239,7 +239,7 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
         ) from error
     except (OSError, ValueError) as error:
         raise WorkerError(
-            f"{address} did not answer as an edgespec worker",
+            f"{address} does not seem to be an edgespec worker",
             "check the port, and make sure that `edgespec worker` is running there",
         ) from error
 

@@ -102,13 +102,13 @@ def parse_machines(name: str, text: str) -> Machines:
             workers.append(WorkerAddress(host, port, memory_bytes))
         elif memory_bytes is None or local_bytes:
             raise OptionError(
-                f"{name} must state exactly once how much memory of this machine to use",
+                f"{name} must say exactly once how much of this machine's memory to use",
                 "for example, add local=8GiB",
             )
         else:
             local_bytes = memory_bytes
     if not workers:
-        raise OptionError(f"{name} {text!r} does not name any worker", _HINT)
+        raise OptionError(f"{name} {text!r} does not list any workers", _HINT)
     if len(workers) > _MAX_WORKERS:
         raise OptionError(f"{name} lists {len(workers)} workers", f"list at most {_MAX_WORKERS} workers")
     names = [str(worker) for worker in workers]

@@ -95,8 +95,8 @@ class WeightCache:
         with suppress(OSError):
             if (free := free_bytes(self.folder)) < _LOW_DISK_BYTES:
                 return (
-                    f"the disk of the weight cache {self.folder} has only {format_bytes(free)} free, so it"
-                    " may not be able to keep all weights; free some space on this disk, or omit --cache"
+                    f"the disk with the weight cache {self.folder} has only {format_bytes(free)} free, which"
+                    " may not be enough for all weights; free some space on it, or omit --cache"
                 )
         return ""
 

@@ -166,8 +166,7 @@ class DrafterSet:
         names, _ = self._resolve(method)
         if limited and method == "none":
             raise OptionError(
-                "max_loss limits how much drafting can slow a reply down, but the method `none` does not"
-                " draft",
+                "max_loss has no effect with the method `none`, which does not draft",
                 "leave max_loss out, or choose another method",
                 option="max_loss",
                 code="option_without_effect",

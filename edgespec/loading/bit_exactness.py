@@ -146,7 +146,8 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
     replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
     if found.max_width == 1 or not replays_exactly:
         reason = (
-            "checking several tokens at once does not give exactly the same results as one token at a time"
+            "checking several tokens at once does not give exactly the same results as checking them"
+            " one by one"
         )
         return replace(
             restricted,
@@ -158,8 +159,13 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
             self_draft_refusals=dict.fromkeys(capabilities.self_draft_methods, reason),
         )
     refused = set() if found.is_contiguous else capabilities.self_draft_methods & {EarlyExit.method}
-    reason = f"it computes single tokens, but only {found.text} tokens at once give exactly the same results"
-    no_trees = "checking drafts with branches does not give exactly the same results as one token at a time"
+    reason = (
+        "it needs the same results for any number of tokens at once, but on this machine, only"
+        f" {found.text} tokens at once give exactly the same results"
+    )
+    no_trees = (
+        "checking drafts with branches does not give exactly the same results as checking single tokens"
+    )
     return replace(
         restricted,
         max_width=min(found.max_width, capabilities.max_width),

@@ -66,7 +66,7 @@ def find_heads(
     if drafting.head != "auto":
         if not target.file_format.heads:
             raise OptionError(
-                f"a head can be used only with a GGUF model, which {target.name} is not",
+                f"{target.name} does not support draft heads, because it is not a GGUF model",
                 "use --head none, or a GGUF version of the model",
                 option="head",
                 code="option_not_supported",
@@ -94,14 +94,16 @@ def find_heads(
         return FoundHeads(chosen, notice=describe_choice(chosen, options))
     wanted = [each for each in options if not each.problem and (automatic or each.method in named)]
     published = next((each for each in wanted if each.head is None), None)
-    suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
+    suggestion = (
+        f", or a draft head with --head {published.name} ({published.expectation})" if published else ""
+    )
     places = f"in the files of {target.name}, next to them or in the Hugging Face cache"
     advice = ""
     if wanted:
         download = f", a download of {format_bytes(wanted[0].size_bytes)}" if wanted[0] is published else ""
         advice = f"use --head {wanted[0].name}{download}"
     return FoundHeads(
-        why_none=f"no head was found {places}",
+        why_none=f"no draft head was found {places}",
         notice=describe_choice((), options),
         suggestion=suggestion,
         advice=advice,
@@ -117,7 +119,7 @@ def without_heads(found: FoundHeads, why: str) -> FoundHeads:
     """
     if any(head.source == "named" for head in found.chosen):
         raise OptionError(
-            f"a head cannot be used: {why}",
+            f"cannot use a draft head: {why}",
             "use --head none, or a method other than layerskip",
             option="head",
             code="option_not_supported",
@@ -149,8 +151,8 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
     """
     if not chosen:
         blocked = next((each for each in options if each.source == "beside" and each.problem), None)
-        return f"not drafting with the head {blocked.name}: {blocked.problem}" if blocked else ""
-    start = "drafting with the head" + ("s " if len(chosen) > 1 else " ")
+        return f"not using the draft head {blocked.name}: {blocked.problem}" if blocked else ""
+    start = "using the draft head" + ("s " if len(chosen) > 1 else " ")
     start += " and ".join(option.name for option in chosen)
     others = [option.name for option in options if option.is_usable and option not in chosen]
     if not others:

@@ -127,8 +127,8 @@ def _adapted_to_target(
         ratio = 1 if compared.translation is None else TOKEN_RATIO
         model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
         notices.append(
-            f"{name} sees only {window.description} of a longer text, because its context is smaller than"
-            " the model's, so its guesses can be worse in long chats"
+            f"in long chats, {name} sees only {window.description}, because its context is smaller than the"
+            " model's; its guesses can then be worse"
         )
     notice = " · ".join(filter(None, notices))
     if compared.translation is None:

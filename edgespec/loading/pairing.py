@@ -119,7 +119,7 @@ def with_working_draft(
             # The planner may have replaced the draft model with a smaller quantisation, so `error.draft` is
             # not necessarily the file to exclude from the next attempt.
             assert pair.draft is not None
-            failed[pair.draft.path] = f"the draft model {error.draft.name} is not used: {error.reason}"
+            failed[pair.draft.path] = f"not using the draft model {error.draft.name}: {error.reason}"
 
 
 def find_pair(
@@ -165,7 +165,7 @@ def find_pair(
     on_workers = drafting.arguments["workers"] is not None
     names_head = any(head.source == "named" for head in heads.chosen)
     if names_head and draft == "auto" and not drafting.needs_draft_model:
-        choice = DraftChoice(None, "the head drafts instead")
+        choice = DraftChoice(None, "using the draft head instead")
     else:
         # This machine's memory does not limit a target whose layers are on workers.
         limits = replace(options, memory_bytes=None) if on_workers else options
@@ -177,14 +177,16 @@ def find_pair(
     found_draft, why_none = choice.draft, "" if choice.draft else choice.reason
     why_draft = ""
     if found_draft and not choice.is_expected:
-        why_draft = f"drafting with {found_draft.name}: {choice.reason}"
+        why_draft = f"using the draft model {found_draft.name}: {choice.reason}"
     if options.adapters:
         _check_adapters(options.adapters, found, drafting)
     else:
         drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
         found = _prepared_target(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.heads:
-        heads = without_heads(heads, f"{found.name} runs in the version that was prepared for early exit")
+        heads = without_heads(
+            heads, f"edgespec runs the version of {found.name} that was prepared for early exit"
+        )
     if not found_draft and drafting.needs_draft_model:
         needing = {each.name for each in methods() if each.needs == "draft model"}
         method = next(method for method in drafting.methods if needing & {*method.split("+")})
@@ -267,8 +269,7 @@ def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: Dra
     if replaced := form.preparations.intersection(named):
         name = min(replaced)
         raise OptionError(
-            f"the method {name!r} cannot be used with adapters for GGUF models, because the files that"
-            f" `edgespec prepare {name}` makes do not support adapters",
+            f"the method {name!r} does not support adapters for GGUF models",
             "omit --adapter, or use another method, such as suffix",
             option="method",
             code="option_not_supported",

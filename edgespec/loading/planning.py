@@ -312,9 +312,9 @@ def _plan_pair(
     if choice.heads < len(pair.heads):
         names = [head.name for head in pair.heads[choice.heads :]]
         if len(names) > 1:
-            why = f"the heads {' and '.join(names)} do not fit in memory"
+            why = f"the draft heads {' and '.join(names)} do not fit in memory"
         else:
-            why = f"the head {names[0]} does not fit in memory"
+            why = f"the draft head {names[0]} does not fit in memory"
         pair = replace(pair, heads=pair.heads[: choice.heads], why_no_head=why, why_heads="")
     drafting = replace(
         drafting,

@@ -70,8 +70,7 @@ def create_prefix_cache(
             disk = PrefixCacheDisk(identity, disk_bytes)
         else:
             notice = (
-                "earlier chats are not cached on disk, because the model's files changed while they were"
-                " being loaded"
+                "not caching earlier chats on disk: the model's files changed while they were being loaded"
             )
     return PrefixCache(
         target,

@@ -92,13 +92,13 @@ def _streamed(planned: LoadPlan, path: Path, memory_bytes: int) -> list[int]:
     if plan.fits_without_streaming:
         raise OptionError(
             f"{path.name} fits in {format_bytes(memory_bytes)} of memory, so none of it is read from disk",
-            "pass less memory, or omit --for-memory to make a copy of the whole model",
+            "use a smaller --for-memory, or omit it to make a copy of the whole model",
             option="for_memory",
             code="option_without_effect",
         )
     if not plan.fits or plan.streaming is None or not plan.streaming.substitute_bytes:
         raise MemoryBudgetError(
             f"{path.name} with low-bit copies of its layers does not fit in {format_bytes(memory_bytes)}",
-            "pass more memory, or choose a lower-bit --type",
+            "use a larger --for-memory, or choose a lower-bit --type",
         )
     return [each.layer for each in choose_streamed(streamable_layers(path), planned.options)]

@@ -161,7 +161,7 @@ class ResizableContext:
             draft.resize(MIN_DRAFT_TOKENS)
         if freed := draft.facts.kv_bytes < before:
             self.notice = (
-                f"the draft model {draft.facts.name} is disabled, because the context needs its memory"
+                f"turned off the draft model {draft.facts.name}, because the context needs its memory"
             )
         return freed
 

@@ -290,7 +290,10 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         ),
         "draft": ("no draft model", no_drafter),
         "copy": ("no low-bit copy of the model", no_drafter),
-        "heads": (f"only {choice.heads} of {start.heads} heads" if choice.heads else "no head", no_drafter),
+        "heads": (
+            f"only {choice.heads} of {start.heads} draft heads" if choice.heads else "no draft head",
+            no_drafter,
+        ),
         "experts": (
             f"the experts of {choice.experts} layers in main memory",
             "each token uses only a few of them, so the GPU's memory is better used for the rest",

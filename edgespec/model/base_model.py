@@ -189,7 +189,7 @@ class BaseModel(ABC):
         """See `HiddenStateSource`."""
         raise CapabilityError(
             f"the hidden states of {self.facts.name} cannot be read",
-            "choose a method that does not need a head",
+            "choose a method that does not need a draft head",
         )
 
     def stop_logging(self, log: HiddenStateLog) -> None:

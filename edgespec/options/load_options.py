@@ -167,12 +167,12 @@ class LoadArguments(TypedDict, total=False):
         "Number of the draft model's layers to run on the GPU.",
         default_text="chosen as for --gpu-layers")]
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
-        "Number of first layers of the model that the layerskip method uses for drafting. Only for MLX"
+        "How many of the model's first layers the layerskip method uses for drafting. Only for MLX"
         " models.",
         default_text="measured when the model is loaded", per_run=True)]
     head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
-        "Head to use instead of a draft model: a small network that was trained to propose tokens for this"
-        " model. `auto` uses heads in the model's files, its folder and the Hugging Face cache (see"
+        "Draft head to use instead of a draft model: a small network that was trained to propose tokens for"
+        " this model. `auto` uses heads in the model's files, its folder and the Hugging Face cache (see"
         " `edgespec models show`); `none` uses no head.",
         default="auto", in_chat=("Head", "a head's name or path, auto or none"))]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",

@@ -339,7 +339,8 @@ class AdapterScales(Kind):
     def check(self, name: str, value: Any) -> dict[str, float]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise OptionError(
-                f"{name} must map names to numbers, not {value!r}", 'for example, use {"tone": 0.5}'
+                f"{name} must be a mapping from names to numbers, not {value!r}",
+                'for example, use {"tone": 0.5}',
             )
         return {key: _ADAPTER_SCALE.check(f"the scale of {key}", scale) for key, scale in value.items()}
 

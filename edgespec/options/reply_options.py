@@ -101,7 +101,7 @@ class ReplyArguments(TypedDict, total=False):
         per_run=True)]
     adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
         "Scale of each loaded adapter for this reply, keyed by the adapter's file name without .gguf."
-        " Adapters without a scale are not used. Only for GGUF models.",
+        " Adapters that you do not name are turned off. Only for GGUF models.",
         default_text="the scales passed to `load`", api_only=True)]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]

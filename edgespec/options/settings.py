@@ -201,7 +201,7 @@ def documentation() -> str:
 
 def options_table(options: Mapping[str, Option]) -> str:
     """Return a Markdown table of options with their names, defaults, descriptions and methods."""
-    lines = ["| option | default | what it does | read by |", "| --- | --- | --- | --- |"]
+    lines = ["| option | default | what it does | used by |", "| --- | --- | --- | --- |"]
     for name, option in options.items():
         default = option.default_text or (
             "none" if option.default in (None, (), {}) else str(option.default).lower()

@@ -87,7 +87,7 @@ def _token_notice(target: str, draft: str) -> str:
     if not fraction:
         return f"{draft} has no tokens in common with {target}, so it cannot be its draft model"
     percent = min(99.9, 100 * fraction)
-    return f"{draft} has only {percent:.3g} % of {target}'s tokens, so the speed-up will be smaller"
+    return f"{draft} has only {percent:.3g}% of {target}'s tokens, so the speed-up will be smaller"
 
 
 def preferred_draft(target: Resolved) -> str | None:

@@ -344,7 +344,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
     match error:
         case errors.OfflineModeIsEnabled():
             return DownloadError(
-                f"{repository} is not on this machine and offline mode is on",
+                f"{repository} is not on this machine, and offline mode is on",
                 "unset HF_HUB_OFFLINE, or specify the path of a model file",
                 code="offline",
             )

@@ -249,7 +249,7 @@ def _why_none(
     if usable:
         return (
             f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which does"
-            f" not fit in memory in addition to {target.name}; use a larger --memory or a smaller --context"
+            f" not fit in memory alongside {target.name}; use a larger --memory or a smaller --context"
         )
     missing = min((each for each in options if each.path is None), key=lambda each: each.rank, default=None)
     if missing and missing.rank < len(_recommended(target)):

@@ -179,7 +179,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
     if problem:
         made_for = "was made for another model" if mismatch else f"does not work with {target.name}"
         raise CapabilityError(
-            f"the head {found.name} {made_for}: {problem}",
+            f"the draft head {found.name} {made_for}: {problem}",
             f"{_other_head(found, target)}, or use --head none",
             code="head_mismatch",
         )
@@ -192,7 +192,7 @@ def _other_head(refused: Resolved, target: Resolved) -> str:
     for entry in load_catalogue().heads_for(target.entry):
         if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
             return f"use --head {entry.name}, which was made for {target.name}"
-    return f"choose another head (`edgespec models show {target.name}` lists them)"
+    return f"choose another draft head (`edgespec models show {target.name}` lists them)"
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
@@ -364,7 +364,7 @@ def resolve_head_with(reference: str, download: Downloader) -> Resolved:
                 raise _refused_model(typed)
             nearest = difflib.get_close_matches(name.lower(), [head.name for head in catalogue.heads], n=3)
             raise ModelNotFoundError(
-                f"there is no head named {name}",
+                f"there is no draft head named {name}",
                 (f"did you mean {' or '.join(nearest)}? " if nearest else "")
                 + "`edgespec models show TARGET` lists the heads for a model; a path or user/repo also works",
                 code="head_not_found",
@@ -386,7 +386,7 @@ def _resolve_hub(typed: str, repository: str, quantisation: str | None, download
 def _refused_model(name: str) -> ModelFileError:
     """Return the error to raise if the user passed a model as a head."""
     return ModelFileError(
-        f"{name} is a model, not a head",
+        f"{name} is a model, not a draft head",
         f"pass draft models with --draft, for example --draft {name}",
         code="wrong_file",
     )

@@ -246,7 +246,8 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
             code="quantisation_unavailable",
         )
     raise ModelNotFoundError(
-        f"{repository} does not contain a head: it has neither a GGUF file, nor config.json and weights",
+        f"{repository} does not contain a draft head: it has neither a GGUF file, nor config.json and"
+        " weights",
         "check the name of the repository",
         code="repository_unusable",
     )

@@ -391,7 +391,7 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
     """
     if resolved.source != "hub":
         reason, hint = _REFUSALS[resolved.source]
-        raise OptionError(f"edgespec does not remove {resolved.name}, because {reason}", hint)
+        raise OptionError(f"cannot remove {resolved.name}: {reason}", hint)
     cache = hub_cache_folder().resolve()
     if resolved.path.is_dir():
         links = sorted(path for path in resolved.path.iterdir() if path.is_file())

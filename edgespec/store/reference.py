@@ -311,7 +311,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
 def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
     """Return the error to raise if a head was passed as a model. `target` is the model that it drafts for."""
     return ModelFileError(
-        f"{name} is a head, which proposes tokens for one model and cannot run on its own",
+        f"{name} is a draft head, which proposes tokens for one model and cannot run on its own",
         f"pass it with --head, for example --target {target} --head {name}",
         code="wrong_file",
     )
@@ -404,7 +404,7 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
     check_prepared(prepared)
     folder = prepared.folder
     deleted = given.absolute() != folder.absolute()
-    note = f"{given} was deleted, so its prepared version is used: {folder}" if deleted else str(folder)
+    note = f"{given} was deleted; using its prepared version {folder}" if deleted else str(folder)
     entry = load_catalogue().of_file(prepared.source)
     return Resolved(prepared.source.name, folder, "path", entry, note, "layerskip")
 

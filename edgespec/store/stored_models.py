@@ -89,9 +89,8 @@ class EntryBudget:
         """Yield an entry that reports the problem if a folder was skipped because it has too many files."""
         if self.skipped is not None:
             problem = (
-                f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
-                f" {_MAX_LINKED_ENTRIES:,} below a symbolic link), so some models may be missing from this"
-                " list"
+                f"the folder has too many files to search (limit: {_MAX_ENTRIES:,} in total,"
+                f" {_MAX_LINKED_ENTRIES:,} under a symbolic link); some models may be missing from this list"
             )
             yield StoredModel(store, (str(self.skipped),), None, problem=problem)
 

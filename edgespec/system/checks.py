@@ -113,10 +113,9 @@ def check_process(loaded_by: int) -> None:
     """
     if os.getpid() != loaded_by:
         raise EdgespecError(
-            f"the model was loaded in process {loaded_by}, so it cannot be used in this process, which was"
-            " forked from it",
-            "start the child process before you load a model, or with multiprocessing's `spawn` method, and"
-            " load the model there; or share one model between processes with `edgespec serve`",
+            f"a model that was loaded in process {loaded_by} cannot be used in a process forked from it",
+            "start the process with multiprocessing's `spawn` method and load the model there, or share one"
+            " model between processes with `edgespec serve`",
             code="process_forked",
         )
 

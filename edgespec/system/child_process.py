@@ -59,8 +59,8 @@ class ChildProcess:
             )
         except OSError as error:
             raise EdgespecError(
-                f"{sys.executable} cannot be started: {error}",
-                "close other programs",
+                f"cannot start {sys.executable}: {error}",
+                "check that it exists, or close other programs and try again",
                 code="process_not_started",
             ) from error
         assert self._process.stdin

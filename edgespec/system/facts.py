@@ -199,7 +199,7 @@ def _open(path: Path, writes: bool) -> Iterator[sqlite3.Connection | None]:
             database.execute("BEGIN IMMEDIATE")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError("the file has a different version")
+            raise sqlite3.DatabaseError("the file was written by a different version of edgespec")
         if version == 0 and writes:
             database.execute(_CREATE_TABLE)
             database.execute(f"PRAGMA user_version = {_VERSION}")

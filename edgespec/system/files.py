@@ -81,7 +81,7 @@ def _platform_folder(default: str, variables: str) -> Path:
     path = Path(getattr(platformdirs, default)("edgespec", appauthor=False))
     if not path.is_absolute():
         raise ConfigurationError(
-            "your home folder is unknown, so edgespec does not know where to store its files",
+            "cannot determine your home directory, so edgespec does not know where to store its files",
             f"set {variables} to an absolute path",
         )
     return path
@@ -186,7 +186,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("the text is nested too deeply") from None
+        raise ValueError("arrays or tables are nested too deeply") from None
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:

@@ -136,7 +136,7 @@ def train_drafter(
         ]
         state = saved.progress(required=kept.exists())
         if kept.exists():
-            announce(0.0, "the training is finished, and only its result is left to save")
+            announce(0.0, "the training is finished; only its result remains to be saved")
         else:
             writer = ConversationWriter(teacher, target.template, prompts)
             written = sum(len(each.tokens) for each in conversations)
@@ -315,13 +315,13 @@ def _publish(trainer: DrafterTrainer, folder: Path) -> None:
 
 def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> None:
     """Convert the trained head to GGUF. If that fails, the error says that the training itself succeeded."""
-    if not progress("converting the head to GGUF", 0.0):
+    if not progress("converting the draft head to GGUF", 0.0):
         raise CancelledError("the conversion was cancelled")
     try:
         prepare_head(folder, target, output)
     except EdgespecError as error:
         raise EdgespecError(
-            f"the head in {folder} has been trained, but could not be converted to GGUF: {error.what}",
+            f"the draft head in {folder} has been trained, but could not be converted to GGUF: {error.what}",
             f"{error.next_step}, then run the same command again to convert it",
             code=error.code,
         ) from error

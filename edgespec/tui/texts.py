@@ -253,7 +253,7 @@ def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str
     if "model" in method.effective.split("+"):
         guesser = "The small draft model"
     elif runtime.heads:
-        guesser = "The head, a small network that was trained for this model,"
+        guesser = "The draft head, a small network that was trained for this model,"
     exactness = target.exactness
     is_lossless = exactness is None or exactness.bits
     changes = "never changes a reply" if is_lossless else "changes replies only by rounding"

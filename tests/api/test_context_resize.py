@@ -261,7 +261,7 @@ class TestNoMemory:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == 256
             assert reply.stats.drafted_tokens > 0
-            assert "is disabled, because the context needs its memory" in reply.method.note
+            assert "turned off the draft model" in reply.method.note
 
     @pytest.mark.long
     def test_draft_without_memory_stops_drafting(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,4 +369,4 @@ def test_a_head_beside_the_model_that_crashes_llama_cpp_is_left_out(
     for _ in range(2):
         notice = load(target)
         assert f"{head} is damaged or not supported: llama.cpp crashed" in notice
-        assert "drafting with the head" not in notice
+        assert "using the draft head" not in notice

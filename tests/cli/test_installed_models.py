@@ -134,7 +134,7 @@ class TestNamesOfOnesOwn:
         other = write_llama(tmp_path / "other.gguf", words=(*WORDS, *(f"▁word{i}" for i in range(60))))
         strange = write_llama(tmp_path / "strange.gguf", words=tuple(f"▁w{i}" for i in range(600)))
         remark = json_of(run("models", "pair", str(strange), str(other), "--json"))["remark"]
-        assert re.search(r"other.gguf has only \d[\d.]* % of ", remark)
+        assert re.search(r"other.gguf has only \d[\d.]*% of ", remark)
         assert json_of(run("models", "pair", "demo", "demo-draft", "--json"))["remark"] == ""
         other.write_bytes(other.read_bytes()[:500])
         remark = json_of(run("models", "pair", "demo", str(other), "--json"))["remark"]

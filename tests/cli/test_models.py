@@ -267,7 +267,7 @@ class TestHeads:
 
     def test_show_a_head(self, run: Run, target: Path) -> None:
         shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
-        assert re.search(r"^what it is +a head, .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
+        assert re.search(r"^what it is +a draft head, .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
         assert not re.search("^made for", shown, re.MULTILINE)
         assert ", where MODEL is the model that it was trained for (add --method eagle" in shown
         assert "chosen draft model" not in shown

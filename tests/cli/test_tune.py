@@ -120,7 +120,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
     )
     with Runtime(target, None, DrafterSet(target, why_no_draft="none")) as runtime:
         told = tune(runtime, read_prompts()[:1], max_tokens=4)
-    assert told.verdict == "Drafting cannot be used with this model: its memory cannot be cut back."
+    assert told.verdict == "Drafting does not work with this model: its memory cannot be cut back."
     assert [each.width for each in told.passes] == [1]
 
 

@@ -289,7 +289,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: the methods that use repeated text, and those of the loaded heads;" in told
+    assert "[default: the methods that use repeated text, and those of the loaded draft heads;" in told
     assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
     assert "Others, such as `auto`, are checked only if you name them" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")

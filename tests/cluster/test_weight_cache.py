@@ -101,7 +101,7 @@ def test_little_disk_space_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(weight_cache, "_LOW_DISK_BYTES", 1)
     assert not cache.disk_warning()
     monkeypatch.setattr(weight_cache, "_LOW_DISK_BYTES", 1 << 62)
-    assert f"the disk of the weight cache {tmp_path} has only " in cache.disk_warning()
+    assert f"the disk with the weight cache {tmp_path} has only " in cache.disk_warning()
 
 
 def sent_weight(worker: Worker, data: bytes) -> bytes:

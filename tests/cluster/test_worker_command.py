@@ -209,7 +209,7 @@ def test_an_impossible_size_of_memory_is_an_error(
 ) -> None:
     status = WorkerStatus("0.2.0", library().__version__, "7.0.0", (Device("CPU", 1),), memory_bytes)
     done = run("doctor", "--workers", f"127.0.0.1:{serve_bytes(status.to_line())}")
-    assert "did not answer as an edgespec worker" in done.stdout + done.stderr
+    assert "does not seem to be an edgespec worker" in done.stdout + done.stderr
 
 
 def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,18 @@ class TestChoice:
         chosen = choose_heads(options, (), automatic=True)
         assert [each.reference for each in chosen] == ["eagle1"]
         assert describe_choice(chosen, options) == (
-            "drafting with the head eagle1; another head fits: eagle2 (choose with --head)"
+            "using the draft head eagle1; another head also works with this model: eagle2"
+            " (choose with --head)"
         )
-        assert describe_choice(chosen, options[:2]) == "drafting with the head eagle1"
+        assert describe_choice(chosen, options[:2]) == "using the draft head eagle1"
 
     def test_auto_takes_one_of_each_method(self) -> None:
         options = [self.option(method, number) for number in (1, 2) for method in ("eagle", "mtp")]
         chosen = choose_heads(options, {"mtp"}, automatic=True)
         assert [each.reference for each in chosen] == ["eagle1", "mtp1"]
         assert describe_choice(chosen, options) == (
-            "drafting with the heads eagle1 and mtp1; 2 other heads fit: eagle2, mtp2 (choose with --head)"
+            "using the draft heads eagle1 and mtp1; 2 other heads also work with this model: eagle2, mtp2"
+            " (choose with --head)"
         )
 
     def test_a_named_method_takes_its_first_one(self) -> None:
@@ -85,7 +87,7 @@ class TestChoice:
     def test_why_a_head_is_not_used_is_reported(self) -> None:
         options = [self.option("eagle", problem="it is too old")]
         assert choose_heads(options, {"eagle"}, automatic=True) == ()
-        assert describe_choice((), options) == "not drafting with the head eagle0: it is too old"
+        assert describe_choice((), options) == "not using the draft head eagle0: it is too old"
         assert describe_choice((), []) == ""
 
 
@@ -93,7 +95,7 @@ class TestFinding:
     def test_a_head_beside_the_target_is_found(self, target: Path, head: Path) -> None:
         pair = pair_of(target)
         assert [each.head for each in pair.heads] == [Head("eagle", head)]
-        assert pair.why_heads == f"drafting with the head {head}"
+        assert pair.why_heads == f"using the draft head {head}"
         assert pair_of(target, method="eagle").heads == pair.heads
         for options in ({"head": "none"}, {"method": "suffix"}, {"method": "none"}):
             assert pair_of(target, **options).heads == ()
@@ -128,7 +130,7 @@ class TestFinding:
     def test_a_damaged_head_is_not_used_unless_named(self, target: Path, head: Path) -> None:
         head.write_bytes(head.read_bytes()[:-100])
         with edgespec.load(str(target), "none", **OPTIONS) as runtime:
-            assert f"not drafting with the head {head}" in runtime.target.notice
+            assert f"not using the draft head {head}" in runtime.target.notice
         with raises(ModelFileError, "damaged"):
             edgespec.load(str(target), "none", head=head, **OPTIONS)
 
@@ -171,7 +173,7 @@ class TestLoading:
             edgespec.load(str(target), "none", method="none", **OPTIONS) as plain,
             edgespec.load(str(target), draft_branches=branches, methods=["eagle"], **OPTIONS) as runtime,
         ):
-            assert f"drafting with the head {head}" in runtime.target.notice
+            assert f"using the draft head {head}" in runtime.target.notice
             for temperature in (0.0, 0.8):
                 asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
                 expected = plain.generate("the file", **asked).tokens
@@ -192,7 +194,7 @@ class TestLoading:
         next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight").data[:] = np.nan
         reader.data.flush()
         with edgespec.load(str(target), "none", **OPTIONS) as runtime:
-            assert f"not drafting with the head {head}" in runtime.target.notice.split(" · ")[-1]
+            assert f"not using the draft head {head}" in runtime.target.notice.split(" · ")[-1]
             assert runtime.generate("the file", max_tokens=8).method.effective in ("none", "suffix")
         for options in ({"method": "eagle"}, {"head": head}):
             with raises(ModelFileError, "not finite"):
@@ -226,9 +228,9 @@ class TestPlanning:
         planned = self.planned(target, total - 1)
         assert planned.plan.fits
         assert planned.pair.heads == ()
-        assert planned.pair.why_no_head == f"the head {head} does not fit in memory"
-        assert "no head" in planned.notice
-        assert [decision.what for decision in planned.plan.decisions] == ["no head"]
+        assert planned.pair.why_no_head == f"the draft head {head} does not fit in memory"
+        assert "no draft head" in planned.notice
+        assert [decision.what for decision in planned.plan.decisions] == ["no draft head"]
         assert self.planned(target, total).pair.heads == with_head.pair.heads
 
     def test_a_head_that_the_user_needs_is_never_dropped(self, target: Path, head: Path) -> None:
@@ -251,18 +253,18 @@ class TestPlanning:
 
         both = planned(planned(1 << 40).plan.total_bytes - 1)
         assert [option.reference for option in both.pair.heads] == [str(head)]
-        assert both.pair.why_no_head == f"the head {other} does not fit in memory"
+        assert both.pair.why_no_head == f"the draft head {other} does not fit in memory"
         assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 heads"]
         neither = planned(both.plan.total_bytes - 1).pair
         assert neither.heads == ()
-        assert neither.why_no_head == f"the heads {head} and {other} do not fit in memory"
+        assert neither.why_no_head == f"the draft heads {head} and {other} do not fit in memory"
 
     def test_plans_name_the_head(self, target: Path, head: Path) -> None:
         preview = edgespec.plan(str(target), "none", context=512)
         assert preview.heads == (str(head),)
         assert preview.why_no_head == ""
         head.unlink()
-        assert "no head was found" in edgespec.plan(str(target), "none", context=512).why_no_head
+        assert "no draft head was found" in edgespec.plan(str(target), "none", context=512).why_no_head
 
 
 def test_a_target_whose_hidden_states_cannot_be_read_works_without_its_head(tmp_path: Path) -> None:
@@ -283,7 +285,7 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
     for expected in (
         "to download it, use --draft qwen3-0.6b (381 MiB, expected speed-up",
         "estimated from its size)",
-        ", or a head with --head qwen3-8b-eagle3 (763 MiB, expected speed-up",
+        ", or a draft head with --head qwen3-8b-eagle3 (763 MiB, expected speed-up",
         "its publisher measured 1.7x on a server GPU with 16-bit weights)",
     ):
         assert expected in pair.why_no_draft

@@ -148,7 +148,7 @@ class TestTableModels:
     def test_a_target_without_trees_gets_chains(self) -> None:
         target = table(1, tree=False)
         drafter = forced(LookaheadWindow(0, 3, 1), target.facts.capabilities)
-        assert "only n-grams from the text, because disabled by a constructor argument" in drafter.note()
+        assert "reuse phrases from the text, because disabled by a constructor argument" in drafter.note()
         with with_drafter(target, drafter) as pair:
             asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, "temperature": 0.0}
             expected = pair.generate(PROMPT, method="none", **asked)

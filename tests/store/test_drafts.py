@@ -112,7 +112,7 @@ def test_auto_takes_the_draft_and_gives_the_reason(lmstudio: Path) -> None:
 def test_the_runtime_reports_the_draft_and_replies_are_unchanged(lmstudio: Path) -> None:
     with edgespec.load("maker/Large-GGUF", context=256, threads=1) as runtime:
         assert runtime.draft is not None
-        assert "drafting with maker/Small-GGUF: it has the same tokens" in runtime.target.notice
+        assert "using the draft model maker/Small-GGUF: it has the same tokens" in runtime.target.notice
         reply = runtime.generate("How do I list files?", max_tokens=12, seed=3)
     with edgespec.load("demo", "none", context=256, threads=1, method="none") as runtime:
         assert runtime.generate("How do I list files?", max_tokens=12, seed=3).tokens == reply.tokens
@@ -314,11 +314,11 @@ class TestFailingDrafts:
         getattr(self, damage)(small)
         preview = edgespec.plan("maker/Large-GGUF", context=256)
         assert preview.draft is None
-        assert preview.why_no_draft.startswith("the draft model maker/Small-GGUF is not used: ")
+        assert preview.why_no_draft.startswith("not using the draft model maker/Small-GGUF: ")
         assert preview.notes[-1] in preview.why_no_draft
         with edgespec.load("maker/Large-GGUF", **QUICKLY) as runtime:
             assert runtime.draft is None
-            assert "the draft model maker/Small-GGUF is not used: " in runtime.target.notice
+            assert "not using the draft model maker/Small-GGUF: " in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
         with pytest.raises(ModelFileError, match=re.escape(small.name)):
             edgespec.load("maker/Large-GGUF", "maker/Small-GGUF", context=256)
@@ -337,9 +337,9 @@ class TestFailingDrafts:
             assert runtime.draft is not None
             assert runtime.draft.name == "zebra:latest"
             notice = runtime.target.notice
-        assert "maker/Small-GGUF is not used" in notice
-        assert "maker/Small-Other-GGUF is not used" in notice
-        assert "drafting with zebra:latest" in notice
+        assert "not using the draft model maker/Small-GGUF" in notice
+        assert "not using the draft model maker/Small-Other-GGUF" in notice
+        assert "using the draft model zebra:latest" in notice
 
     @pytest.mark.parametrize(
         "error", [ModelFileError("mmap failed"), MemoryBudgetError("too large"), BackendError("no context")]
@@ -356,7 +356,7 @@ class TestFailingDrafts:
         monkeypatch.setattr(pair_loading, "_load_models", load_models)
         with edgespec.load("maker/Large-GGUF", **QUICKLY) as runtime:
             assert runtime.draft is None
-            assert f"maker/Small-GGUF is not used: {error.what}" in runtime.target.notice
+            assert f"not using the draft model maker/Small-GGUF: {error.what}" in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
 
     @pytest.mark.long
@@ -373,7 +373,7 @@ class TestFailingDrafts:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         with edgespec.load("maker/Large-MLX", context=256, exactness="off", measure_costs=False) as runtime:
             assert runtime.draft is None
-            assert "maker/Small-MLX is not used: " in runtime.target.notice
+            assert "not using the draft model maker/Small-MLX: " in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
 
     @pytest.mark.long

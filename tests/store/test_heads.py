@@ -290,7 +290,7 @@ class TestDownloads:
 
     def test_a_repository_without_a_head_is_an_error(self, hub: StandInHub) -> None:
         hub.files = {"README.md": b"# nothing"}
-        with raises(ModelNotFoundError, "not contain a head", code="repository_unusable"):
+        with raises(ModelNotFoundError, "not contain a draft head", code="repository_unusable"):
             resolve_head(REPOSITORY)
 
     def test_a_published_head_in_the_cache_is_found(self, cache: Path, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_head_beside_a_catalogue_model_is_found_by_its_file(cache: Path, tmp_p
     add_to_hub(cache, "unsloth/gemma-4-31B-it-GGUF", head)
     for name in ("gemma-4-31b-mtp", "hf:unsloth/gemma-4-31B-it-GGUF:mtp-gemma-4-31B-it.gguf"):
         assert resolve_head(name).path.name == head.name
-    with raises(ModelFileError, "is a model, not a head", code="wrong_file"):
+    with raises(ModelFileError, "is a model, not a draft head", code="wrong_file"):
         resolve_head("hf:unsloth/gemma-4-31B-it-GGUF:Q4_K_M")
 
 

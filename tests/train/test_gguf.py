@@ -81,8 +81,8 @@ def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train
     converted.rmdir()
     again, announced = Stops(), list[str]()
     result = train(folder, again, gguf=gguf, announced=announced)
-    assert again.seen == ["converting the head to GGUF"]
-    assert announced == ["the training is finished, and only its result is left to save"]
+    assert again.seen == ["converting the draft head to GGUF"]
+    assert announced == ["the training is finished; only its result remains to be saved"]
     assert file_state(folder / "model.safetensors") == weights
     assert result.gguf == converted
     assert head_at(converted).method == "eagle"

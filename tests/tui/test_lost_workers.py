@@ -47,7 +47,7 @@ async def test_the_next_message_loads_the_model_again(
         assert d.chat.current_chat.unfinished
         # The worker has not been started again.
         await d.say("Hello")
-        await d.said("did not answer as a worker")
+        await d.said("does not seem to be an edgespec worker")
         assert d.chat.prompt.text == "Hello"
         hangs.set()
         await d.send("Hello")

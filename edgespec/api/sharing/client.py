@@ -246,7 +246,7 @@ class SharedModel:
         """Return the error to raise when the other program has exited."""
         return WorkerLostError(
             f"{self.host}, which had loaded the model, has exited or is not responding",
-            "send the message again; the chat then loads the model itself",
+            "send the message again; the chat will then load the model itself",
         )
 
     def _asked(self, otherwise: Any, call: str, *arguments: Any, **options: Any) -> Any:

@@ -212,7 +212,7 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
     problem = _block_problem(header, shape, vocab_size) or _attention_problem(header)
     if problem:
         raise ModelFileError(
-            f"the head {path} is damaged: {problem}", "download it again, or use --head none"
+            f"the draft head {path} is damaged: {problem}", "download it again, or use --head none"
         )
     return shape
 

@@ -143,7 +143,7 @@ def _check_rotations(head: Any, path: Path) -> None:
     )
     if rotated % 2 or not 0 < rotated <= key_length:
         raise ModelFileError(
-            f"the head {path} is damaged: its rope.dimension_count must be an even number up to the key"
+            f"the draft head {path} is damaged: its rope.dimension_count must be an even number up to the key"
             f" length of {key_length:,}, not {rotated:,}",
             "download it again, or use --head none",
         )

@@ -99,7 +99,7 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
     )
     add_settings = partial(_add_eagle_settings, config=head.config, layers=layers)
     _write_converted(
-        output, "eagle3", f"the head in {folder}", head.config, tensors, head.target_ids, add_settings
+        output, "eagle3", f"the draft head in {folder}", head.config, tensors, head.target_ids, add_settings
     )
 
 
@@ -119,7 +119,7 @@ def _eagle_layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[i
     unknown = sorted(head.tensors.keys() - _EAGLE_NAMES.keys())
     if config.version != 3:
         raise ModelFileError(
-            f"the head in {folder} needs no conversion, because it is an EAGLE-1 or EAGLE-2 head",
+            f"the draft head in {folder} needs no conversion, because it is an EAGLE-1 or EAGLE-2 head",
             f"use the folder itself: --head {shlex.quote(str(folder))}",
             code="wrong_file",
         )
@@ -133,7 +133,7 @@ def _eagle_layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[i
     else:
         return choices[0]
     raise ModelFileError(
-        f"the head in {folder} cannot be converted: {problem}",
+        f"the draft head in {folder} cannot be converted: {problem}",
         "choose an EAGLE-3 head for this model",
         code="model_file_not_supported",
     )
@@ -164,14 +164,14 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
     head = read_dflash(folder)
     if problem := _dflash_problem(head.config, target_layers):
         raise ModelFileError(
-            f"the head in {folder} cannot be converted: {problem}",
+            f"the draft head in {folder} cannot be converted: {problem}",
             "choose a DFlash or DSpark head for this model",
             code="model_file_not_supported",
         )
     tensors = ((_dflash_name(name), tensor.read()) for name, tensor in head.tensors.items())
     add_settings = partial(_add_dflash_settings, config=head.config)
     _write_converted(
-        output, "dflash", f"the head in {folder}", head.config, tensors, head.target_ids, add_settings
+        output, "dflash", f"the draft head in {folder}", head.config, tensors, head.target_ids, add_settings
     )
 
 

@@ -265,8 +265,8 @@ class GgufModel(BaseModel):
 
     def _head(self, method: Head) -> SelfDraftView[Any]:  # noqa: ARG002
         raise CapabilityError(
-            f"{self.facts.name} cannot use a head, because it was prepared for early exit, so its lower and"
-            " upper layers run separately",
+            f"{self.facts.name} cannot use a draft head, because it was prepared for early exit, so its lower"
+            " and upper layers run separately",
             "load the original model file, or use --head none",
             code="head_not_supported",
         )

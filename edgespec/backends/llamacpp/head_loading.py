@@ -283,8 +283,8 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
     ids = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "d2t")
     if ids.dtype != np.int64 or not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
         raise ModelFileError(
-            f"the head {path} is damaged or was made for another model: its tensor d2t contains token IDs"
-            f" outside the model's vocabulary of {vocab_size:,} tokens",
+            f"the draft head {path} is damaged or was made for another model: its tensor d2t contains token"
+            f" IDs outside the model's vocabulary of {vocab_size:,} tokens",
             "download it again, or choose the head that was published for this model",
         )
 
@@ -309,7 +309,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     # An index of `count` is also valid, and refers to the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
-            f"the head {path} was made for another model: it reads the layers {layers}, but"
+            f"the draft head {path} was made for another model: it reads the layers {layers}, but"
             f" {target.facts.name} has {count} layers",
             "choose the head that was published for this model",
             code="head_mismatch",
@@ -329,7 +329,7 @@ def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, 
     for what, own, needed in sizes:
         if own != needed:
             raise CapabilityError(
-                f"the head {path} was made for another model: it needs {what} of size {needed:,}, not"
+                f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, not"
                 f" {own:,} as in {target.facts.name}",
                 "choose the head that was published for this model",
                 code="head_mismatch",

@@ -148,7 +148,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
     def _head_view(self, head: Head) -> SelfDraftView[Any]:
         if head.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
-                f"{self.facts.name} does not support heads for the {head.method} method, because of its"
+                f"{self.facts.name} does not support draft heads for the {head.method} method, because of its"
                 f" architecture ({self.facts.architecture!r}) or this version of llama.cpp",
                 "choose another method, such as model or suffix",
                 code="head_not_supported",

@@ -94,7 +94,7 @@ def _count_problem(header: GgufHeader) -> str:
         return f"its number of layers must be from 1 to {_MAX_LAYERS}, not {layers:,}"
     mtp_layers = header.architecture_value("nextn_predict_layers", 0)
     if isinstance(layers, int) and isinstance(mtp_layers, int) and mtp_layers > layers:
-        return f"its {layers:,} layers include {mtp_layers:,} multi-token prediction layers"
+        return f"it claims {mtp_layers:,} multi-token prediction layers, but has only {layers:,} layers"
     for key, max_value in _MAX_COUNTS.items():
         value = header.architecture_value(key)
         if isinstance(value, int) and value > max_value:
@@ -152,7 +152,7 @@ def _compression_problem(header: GgufHeader) -> str:
         return f"its indexer's keys have {indexed:,} values, of which {rotated:,} are rotated"
     ratios = header.architecture_value("attention.compress_ratios", ())
     if isinstance(ratios, np.ndarray) and len(ratios) > _MAX_LAYERS:
-        return f"it has compression ratios for {len(ratios):,} layers"
+        return f"it has compression ratios for {len(ratios):,} layers, more than the maximum of {_MAX_LAYERS}"
     return ""
 
 
@@ -167,7 +167,7 @@ def _epsilon_problem(header: GgufHeader) -> str:
     for key in _EPSILONS:
         epsilon = header.architecture_value(key)
         if isinstance(epsilon, float) and not 0 <= epsilon < math.inf:
-            return f"its {key} is {epsilon}"
+            return f"its {key} must be a non-negative finite number, not {epsilon}"
     return ""
 
 

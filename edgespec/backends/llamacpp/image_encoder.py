@@ -28,7 +28,10 @@ __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
 # Explains why a GGUF model without an mmproj file cannot see images, and what to do about it.
 NO_PROJECTOR = (
     "it was loaded without an mmproj file, so it can read only text",
-    "choose a model that sees images; if this one does, put its mmproj file into its folder, or use --mmproj",
+    (
+        "choose a model that supports images; if this one does, put its mmproj file into its folder, or use"
+        " --mmproj"
+    ),
 )
 
 _MARKER = b"<__media__>"

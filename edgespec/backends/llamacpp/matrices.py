@@ -101,7 +101,8 @@ class GgmlProducts:
         if not buffer:
             self._lib.ggml_free(context)
             raise OutOfMemoryError(
-                f"there is not enough memory for one of the head's matrices ({format_bytes(data.nbytes)})",
+                "there is not enough memory for one of the draft head's matrices"
+                f" ({format_bytes(data.nbytes)})",
                 "close other programs, or use --head none",
             )
         self._lib.ggml_backend_tensor_set(matrix, data.ctypes.data, 0, data.nbytes)
@@ -129,11 +130,12 @@ class GgmlProducts:
             self._set_threads(self._backend, self._threads())
             if not lib.ggml_gallocr_alloc_graph(self._allocator, graph):
                 raise OutOfMemoryError(
-                    "there is not enough memory to run the head", "close other programs, or use --head none"
+                    "there is not enough memory to run the draft head",
+                    "close other programs, or use --head none",
                 )
             lib.ggml_backend_tensor_set(given, rows.ctypes.data, 0, rows.nbytes)
             if lib.ggml_backend_graph_compute(self._backend, graph):
-                raise BackendError("ggml could not run a head", "use --head none")
+                raise BackendError("ggml could not run the draft head", "use --head none")
             lib.ggml_backend_tensor_get(product, result.ctypes.data, 0, result.nbytes)
         finally:
             lib.ggml_free(context)

@@ -303,7 +303,7 @@ def _open_assistant_context(weights: HeadWeights, target: HeadTarget, _row_size:
         cells = shared.export_cells(0, 0, target.length)
     except MemoryError as error:
         raise MemoryBudgetError(
-            f"cannot load the head: there is not enough memory to copy {target.length:,} cached tokens",
+            f"cannot load the draft head: there is not enough memory to copy {target.length:,} cached tokens",
             "close other programs, or load the head before the first prompt",
             code="out_of_memory",
         ) from error

@@ -135,8 +135,8 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     graph = MTP_GRAPHS.get(header.architecture)
     if count and (graph is None or count > graph.max_layers):
         raise CapabilityError(
-            f"edgespec cannot draft with the {count} MTP layer{'s' if count > 1 else ''} of"
-            f" {path.name}, whose architecture is {shorten(header.architecture)!r}",
+            f"edgespec does not support {count} MTP layer{'s' if count > 1 else ''} in models with"
+            f" architecture {shorten(header.architecture)!r}, such as {path.name}",
             "choose another method",
             code="head_not_supported",
         )
@@ -150,12 +150,13 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     layers = range(blocks - count, blocks)
     if count >= blocks:
         raise ModelFileError(
-            f"{path} is damaged: its {blocks:,} layers include {count:,} MTP layers", "download it again"
+            f"{path} is damaged: it claims {count:,} MTP layers, but has only {blocks:,} layers in all",
+            "download it again",
         )
     has_ranks = all(_count(header, f"attention.{key}") for key in ("key_length_mla", "q_lora_rank"))
     if graph.is_latent and (not has_ranks or header.architecture_value("attention.temperature_scale")):
         raise CapabilityError(
-            f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
+            f"llama.cpp cannot run the MTP layers of {path.name}, because it does not support their"
             " attention layers",
             "choose another method",
             code="head_not_supported",
@@ -209,7 +210,7 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
     other_attention = graph.streams > 1 and (attends or hashed or key == indexed)
     if output_size not in (0, size * graph.streams) or other_attention:
         raise CapabilityError(
-            f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
+            f"llama.cpp cannot run the MTP layers of {path.name}, because it does not support their"
             " attention layers or experts, or because their hidden size differs from the model's",
             "choose another method",
             code="head_not_supported",
@@ -269,7 +270,7 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
         has, needs = own.metadata.get(key), needed.metadata.get(key)
         if not _equal(has, needs):
             raise CapabilityError(
-                f"the head {path} was made for another model: its {key} is {_shown(has)}, but"
+                f"the draft head {path} was made for another model: its {key} is {_shown(has)}, but"
                 f" {_shown(needs)} in {target_name}",
                 "choose the head that was published for this model",
                 code="head_mismatch",
@@ -319,11 +320,11 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
     own, needed = (read_header(gguf_files(each)[0]) for each in (path, target))
     if problem := _assistant_problem(own):
         raise ModelFileError(
-            f"the head {path} is damaged: {problem}", "download it again, or use --head none"
+            f"the draft head {path} is damaged: {problem}", "download it again, or use --head none"
         )
     if mismatch := _mismatch(own, needed):
         raise CapabilityError(
-            f"the head {path} was made for another model: it needs {mismatch} as in {target_name}",
+            f"the draft head {path} was made for another model: it needs {mismatch} as in {target_name}",
             "choose the head that was published for this model",
             code="head_mismatch",
         )

@@ -99,8 +99,8 @@ def use_threads() -> None:
     """
     if _first_threads_process() != os.getpid():
         raise BackendError(
-            f"llama.cpp has already used several threads in process {_first_threads_process()}, so it cannot"
-            " use several threads in a forked child of this process",
+            "llama.cpp cannot use several threads in this process, because it was forked from process"
+            f" {_first_threads_process()}, which had already used several threads",
             "start the child process before you load a model, use multiprocessing's `spawn` method, or load"
             " the model with threads=1",
             code="process_forked",

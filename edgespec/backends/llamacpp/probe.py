@@ -52,7 +52,7 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
         raise ModelFileError(
             "this model does not generate text",
-            "choose a decoder-only language model",
+            "choose a model that generates text",
             code="model_file_not_supported",
         )
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):

@@ -191,8 +191,8 @@ class RemoteModel(BaseModel):
             return super().self_draft(method)
         if method.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
-                f"{self.facts.name} cannot use a head for the {method.method} method, because its layers are"
-                " on workers",
+                f"{self.facts.name} cannot use a draft head for the {method.method} method, because its"
+                " layers are on workers",
                 "use --head none, or omit --workers",
                 code="head_not_supported",
             )

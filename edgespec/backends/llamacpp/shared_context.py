@@ -173,8 +173,8 @@ class SharedContext:
             if self._context.is_stale:
                 if any(slot.first_position is not None for slot in self.slots):
                     raise CapabilityError(
-                        "a head cannot be loaded while replies are being generated",
-                        "load the model together with the head",
+                        "a draft head cannot be loaded while replies are being generated",
+                        "load the model together with the draft head",
                     )
                 self._context.allocate(self._context.plan)
                 for slot in self.slots:

@@ -233,14 +233,14 @@ class StateTaps:
             if not (POST_NORM <= state <= self._layer_count or state in self._final):
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self._layer_count} layers",
-                    "choose the head that was published for this model",
+                    "choose the draft head that was published for this model",
                     code="head_mismatch",
                 )
         if 0 in states and not self._has_layer_taps:
             raise CapabilityError(
                 "cannot read the input of the first layer in models with architecture"
                 f" {self._architecture!r}",
-                "choose another head, or another method, such as suffix",
+                "choose another draft head, or another method, such as suffix",
             )
         self._select(states)
         self._layers.set(context, self._tapped)

@@ -236,7 +236,7 @@ class WeightStream:
                 self._reader.start()
             except RuntimeError as error:
                 raise BackendError(
-                    f"a thread that reads the weights cannot be started: {error}",
+                    f"cannot start a thread to read the weights: {error}",
                     "raise the limit on processes (ulimit -u), or close other programs",
                     code="out_of_memory",
                 ) from error
@@ -257,7 +257,7 @@ class WeightStream:
             for part in _parts(each):
                 self._load(part)
                 done += part.size_bytes
-                if progress and not progress("reading the weights to keep in memory", done / total):
+                if progress and not progress("reading the weights that stay in memory", done / total):
                     raise CancelledError("loading the model was cancelled")
 
     def _address(self, part: _Range) -> int:
@@ -339,7 +339,7 @@ class WeightStream:
             # Report every error, because passes would wait forever for a reader that has ended.
             return BackendError(
                 f"the weights cannot be read: {error!r}",
-                "close other programs, then try again",
+                "load the model again",
                 code="model_file_unreadable",
             )
         return None

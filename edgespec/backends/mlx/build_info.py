@@ -63,8 +63,8 @@ def use_in_this_process() -> None:
     """
     if _first_user() != os.getpid():
         raise BackendError(
-            f"MLX has already been used in process {_first_user()}, so it cannot run in this process, which"
-            " was forked from it",
+            f"MLX cannot run in this process, because it was forked from process {_first_user()}, which had"
+            " already used MLX",
             "start the child process before you load an MLX model, or use multiprocessing's `spawn` method",
             code="process_forked",
         )

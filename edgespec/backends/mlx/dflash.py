@@ -225,7 +225,7 @@ class DFlashHead(HeadView[HeadTarget]):
     def _add_states(self, start: int, end: int) -> None:
         """Append the target's hidden states at positions [start, end) to the head's KV cache."""
         self._cells.layout.set_chain(start - self._cells.start)
-        with translate_errors("the head could not be run"):
+        with translate_errors("the draft head could not be run"):
             self._network.add_states(
                 mx.array(self.log.rows(start, end)).astype(self._network.dtype), self._cells.caches[0]
             )
@@ -250,7 +250,7 @@ class DFlashHead(HeadView[HeadTarget]):
         self._cells.layout.set_chain(begin - self._cells.start)
         self._cells.layout.scratch = True
         try:
-            with translate_errors("the head could not be run"):
+            with translate_errors("the draft head could not be run"):
                 embeddings = self._embed(mx.array([tree.tokens[known], *masks]))
                 states = self._network(embeddings.astype(self._network.dtype), self._cells.caches[0])
                 self._rows = self._lm_head(states[self._first_row :]).astype(mx.float32)
@@ -262,7 +262,7 @@ class DFlashHead(HeadView[HeadTarget]):
 
     def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> mx.array:
         """Return one row of logits per token, given each token's depth below the first token of the block."""
-        with translate_errors("the head could not be run"):
+        with translate_errors("the draft head could not be run"):
             rows = self._rows[mx.array(depths)]
             if self._config.markov_rank:
                 rows = rows + self._network.markov_head(mx.array(list(tokens))).astype(mx.float32)
@@ -295,8 +295,8 @@ def load_head(target: HeadTarget, head: Head) -> DFlashHead:
     check_sizes(target, folder, config.size, config.vocab_size)
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
         raise CapabilityError(
-            f"the head {folder} was made for another model: it reads the layers {list(config.states)}, but"
-            f" {target.facts.name} has {target.layer_count} layers",
+            f"the draft head {folder} was made for another model: it reads the layers {list(config.states)},"
+            f" but {target.facts.name} has {target.layer_count} layers",
             "choose the head that was published for this model",
             code="head_mismatch",
         )

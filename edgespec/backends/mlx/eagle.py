@@ -203,14 +203,14 @@ class EagleHead(HeadView[HeadTarget]):
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
         """Return the head's hidden states for `tokens`, given the hidden state preceding each."""
-        with translate_errors("the head could not be run"):
+        with translate_errors("the draft head could not be run"):
             network = self.networks[self._step]
             embeddings = self._embed(mx.array(list(tokens))).astype(network.dtype)
             return network(embeddings, states, self._cells.caches[self._step])
 
     def _logits(self, states: mx.array) -> mx.array:
         """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
-        with translate_errors("the head could not be run"):
+        with translate_errors("the draft head could not be run"):
             rows = self._lm_head(self.networks[self._step].normalised(states)).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
 
@@ -262,7 +262,7 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
     choices = files.config.layer_choices(layers)
     if not choices:
         raise CapabilityError(
-            f"the head {folder} was made for another model: it reads the layers"
+            f"the draft head {folder} was made for another model: it reads the layers"
             f" {list(files.config.layers or ())}, but {target.facts.name} has {layers} layers",
             "choose the head that was published for this model",
             code="head_mismatch",

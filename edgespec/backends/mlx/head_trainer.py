@@ -183,12 +183,12 @@ class MlxHeadTrainer(HeadGuesser):
                 ),
             ),
             _MAX_GRADIENT_NORM,
-            f"the head of {teacher.name}",
+            f"the draft head of {teacher.name}",
         )
 
     def step(self, batch: TrainingBatch, done: float) -> float:
         unroll = self.head.steps(done)
-        with translate_errors(f"the head of {self._teacher.name} cannot be trained"):
+        with translate_errors(f"the draft head of {self._teacher.name} cannot be trained"):
             states = self._teacher.states(batch.tokens, self.head.states)
             candidates, goals = self._goals(batch, states.logits, unroll)
             output = self._teacher.output_rows(candidates)
@@ -268,7 +268,7 @@ def _load_published_head(
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
             f"{folder} already contains files, but no usable {kind.title} for {teacher.name}: {error}",
-            "choose another folder for the new head",
+            "choose another folder for the new draft head",
             code="output_exists",
         ) from error
     return HeadGuesser(teacher, head)

@@ -61,8 +61,9 @@ def checked_folder(path: Path) -> Path:
     """Return `path`, or raise CapabilityError if it is not a folder."""
     if not path.is_dir():
         raise CapabilityError(
-            f"{path} is not a folder, but heads for MLX models must be folders as published on Hugging Face",
-            "pass the head's folder with --head, or use a GGUF version of the model",
+            f"{path} is not a folder, but draft heads for MLX models must be folders, as published on"
+            " Hugging Face",
+            "pass the draft head's folder with --head, or use a GGUF version of the model",
             code="wrong_file",
         )
     return path
@@ -83,7 +84,7 @@ def weight_array(tensor: StoredTensor) -> mx.array:
     and another thread may run the head.
     """
     dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
-    with translate_errors("the head could not be loaded"):
+    with translate_errors("the draft head could not be loaded"):
         array = mx.array(tensor.read())
         array = array.astype(dtype) if tensor.is_floating else array
     evaluate(array)
@@ -111,7 +112,7 @@ def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: i
     ):
         if own != needed:
             raise CapabilityError(
-                f"the head {folder} was made for another model: it needs {what} of size {needed:,}, but"
+                f"the draft head {folder} was made for another model: it needs {what} of size {needed:,}, but"
                 f" {target.facts.name} has {what} of size {own:,}",
                 "choose the head that was published for this model",
                 code="head_mismatch",

@@ -102,7 +102,7 @@ def probe(model: MlxModel) -> ProbeResult:
         unavailable |= dict.fromkeys(heads, why_no_heads)
     unsuitable = (name for name in heads if not heads[name].runs_for(model.facts.architecture))
     for name in unsuitable:
-        unavailable.setdefault(name, "edgespec cannot run these heads for its architecture with MLX")
+        unavailable.setdefault(name, "edgespec cannot run such draft heads for its architecture with MLX")
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,

@@ -78,7 +78,7 @@ def _dtype(name: str) -> mx.Dtype:
 
 
 def _product(matrix: NDArray[np.floating], dtype: str) -> Product:
-    with translate_errors("the head could not be loaded"):
+    with translate_errors("the draft head could not be loaded"):
         weight = mx.array(matrix).astype(_dtype(dtype))
     # Evaluate the weight here, because MLX can do so only in this thread, and another thread may run the
     # head.
@@ -93,7 +93,7 @@ def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
 
 def _on_host(compute: Callable[[], mx.array]) -> Array:
     """Return the result of `compute` as a float32 NumPy array."""
-    with translate_errors("the head could not be run"):
+    with translate_errors("the draft head could not be run"):
         result = compute().astype(mx.float32)
     evaluate(result)
     return np.array(result)

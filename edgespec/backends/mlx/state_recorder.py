@@ -61,7 +61,7 @@ class StateRecorder:
             if not POST_NORM <= state <= self.layer_count:
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self.layer_count} layers",
-                    "choose the head that was published for this model",
+                    "choose the draft head that was published for this model",
                     code="head_mismatch",
                 )
         if POST_NORM in states and self._body is None:

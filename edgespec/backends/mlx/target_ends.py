@@ -57,8 +57,8 @@ class TargetEmbedding:
         found = [one for one in modules if _embedding_shape(one) == (vocab_size, size)]
         if not found:
             raise CapabilityError(
-                f"the head was made for another model: it needs an embedding with {vocab_size:,} tokens of"
-                f" size {size:,}",
+                f"the draft head was made for another model: it needs an embedding with {vocab_size:,} tokens"
+                f" of size {size:,}",
                 "choose the head that was published for this model",
                 code="head_mismatch",
             )

@@ -70,7 +70,7 @@ class TeacherModel:
         norms = [one for _, one in outside if "weight" in one and one["weight"].ndim == 1]
         if len(tables) != 1 or len(norms) != 1:
             raise CapabilityError(
-                f"a head for {self.name} cannot be trained: it has {len(tables)} embedding tables and"
+                f"cannot train a draft head for {self.name}: it has {len(tables)} embedding tables and"
                 f" {len(norms)} final norms, instead of one each",
                 "choose another model",
                 code="model_not_trainable",

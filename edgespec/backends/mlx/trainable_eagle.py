@@ -190,7 +190,7 @@ class TrainableEagle(TrainableHead):
         head = cls(teacher, config, draft_tokens, output)
         head.net.load_weights([(name, array.astype(mx.float32)) for name, array in arrays.items()])
         if config["hidden_size"] != teacher.size or config["vocab_size"] != teacher.vocabulary.size:
-            raise ValueError("the head was made for another model")
+            raise ValueError("the draft head was made for another model")
         evaluate(output)
         return head
 
@@ -232,8 +232,7 @@ def _layer_config(teacher: TeacherModel) -> dict[str, Any]:
     missing = [key for key in _SIZES if not isinstance(config.get(key), int)]
     if missing:
         raise CapabilityError(
-            f"an EAGLE-3 head for {teacher.name} cannot be trained, because its config.json lacks"
-            f" {missing[0]}",
+            f"cannot train an EAGLE-3 head for {teacher.name}, because its config.json lacks {missing[0]}",
             "choose another model",
             code="model_not_trainable",
         )

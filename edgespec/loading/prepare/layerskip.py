@@ -267,8 +267,8 @@ def measure_exits(
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
     except BackendError as error:
         raise CapabilityError(
-            f"the fastest early-exit layer of {path.name} cannot be measured: {error.what}",
-            "choose the early-exit layer yourself with --exit N",
+            f"cannot determine the fastest early-exit layer of {path.name}: {error.what}",
+            "choose one with --exit N",
             code="early_exit_not_supported",
         ) from error
     chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
@@ -276,9 +276,9 @@ def measure_exits(
     *agreements, last = _agreement(source, hidden[layers], np.array(reply))
     if last < _MIN_LAST_LAYER_AGREEMENT:
         raise CapabilityError(
-            f"the fastest early-exit layer of {path.name} cannot be measured: even its last layer predicts"
+            f"cannot determine the fastest early-exit layer of {path.name}: even its last layer predicts"
             f" only {last:.0%} of the tokens correctly",
-            "choose the early-exit layer yourself with --exit N",
+            "choose one with --exit N",
             code="early_exit_not_supported",
         )
     return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
@@ -303,9 +303,9 @@ def _agreement(source: GgufParts, hidden: NDArray[np.float32], expected: NDArray
     head, norm = source.output_head(), source.tensors.get("output_norm.weight")
     if head is None or norm is None:
         raise CapabilityError(
-            "the fastest early-exit layer cannot be measured, because the model lacks an output layer or a"
+            "cannot determine the fastest early-exit layer, because the model lacks an output layer or a"
             " final norm",
-            "choose the early-exit layer yourself with --exit N",
+            "choose one with --exit N",
             code="early_exit_not_supported",
         )
     states = _normed(source, hidden, norm, source.tensors.get("output_norm.bias"))

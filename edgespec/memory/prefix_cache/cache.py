@@ -379,7 +379,7 @@ class PrefixCache:
     def _handle_failure(self, error: Exception) -> None:
         """Disable the prefix cache if the model cannot copy its KV state. Ignore temporary failures."""
         self._is_off = isinstance(error, BackendError | CapabilityError)
-        self._notice = f"earlier chats are not cached: {error}" if self._is_off else self._notice
+        self._notice = f"not caching earlier chats: {error}" if self._is_off else self._notice
 
     def sequences(self) -> list[Tokens]:
         """Return the distinct token sequences in the prefix cache."""

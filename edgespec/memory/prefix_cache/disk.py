@@ -201,7 +201,7 @@ class PrefixCacheDisk:
             # Another process holds the lock, or the file system does not support locking.
             return False
         except (OSError, MemoryError) as error:
-            self.notice = f"earlier chats are not cached in {self._root}: {error_reason(error)}"
+            self.notice = f"not caching earlier chats in {self._root}: {error_reason(error)}"
             return False
         self.notice = ""
         return True
@@ -393,7 +393,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     try:
         header = json.loads(encoded)
     except RecursionError as error:
-        raise ValueError("the header of the cache file is damaged: it is nested too deeply") from error
+        raise ValueError("the header of the cache file is damaged: its JSON is nested too deeply") from error
     if not _is_valid_header(header):
         raise ValueError("the header of the cache file is damaged: it has missing or invalid values")
     return dict(header)

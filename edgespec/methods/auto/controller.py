@@ -410,7 +410,7 @@ class AutoController(Drafter):
             self._drafter.restore_statistics(saved)
             self._saved_backoff.restore_statistics(saved)
         except (AttributeError, KeyError, ValueError, TypeError, OverflowError):
-            self._damage = "the saved speed-up statistics are damaged, so edgespec collects them again"
+            self._damage = "the saved speed-up statistics are damaged; edgespec will collect them again"
 
     def save_statistics(self) -> None:
         if self._statistics_key:

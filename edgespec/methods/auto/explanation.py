@@ -89,7 +89,7 @@ class DraftingStatus:
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
                 what = drafting if self.has_drafted else f"preparing {words.drafts}"
-                return f"{what} has used up the time that a reply is allowed to lose{words.limit}"
+                return f"{what} has already cost as much time as a reply may lose{words.limit}"
             cost, allowed = self.draft_cost_steps, self.allowance_steps
             return (
                 f"a wrong {words.draft} could cost the time for {cost:.1f} tokens; the limit is"
@@ -103,7 +103,7 @@ class DraftingStatus:
             return f"{drafting} {when}: each of the last {words.drafts} cost {lost}"
         if self.asked_rounds:
             tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
-            return f"in {tries}, no {words.draft} was likely to save time (from: {words.sources(self.name)})"
+            return f"in {tries}, no {words.draft} was likely to save time (tried: {words.sources(self.name)})"
         if self.round_gain_steps >= 0.0:
             return measuring
         return f"{drafting} has not saved time lately, so it is retried only now and then"

@@ -188,8 +188,8 @@ def _temporary_folder() -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise EdgespecError(
-            "the speed of this machine cannot be measured, because a temporary file cannot be written to"
-            f" {parent}: {error_reason(error)}",
+            f"cannot measure this machine's speed, because a temporary file cannot be written to {parent}:"
+            f" {error_reason(error)}",
             f"free {format_bytes(2 * BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
             code="file_not_written",
         ) from error

@@ -10,13 +10,13 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "dflash",
     label="DFlash head",
-    help_text="a DFlash or DSpark head trained for the target, which predicts several tokens at once",
+    help_text="a DFlash or DSpark draft head for the model you run, which predicts several tokens at once",
     docs=MethodDocs(
         source="a DFlash or DSpark head: a few layers that read the target's hidden states and predict a"
         " block of tokens in one pass ([DFlash](https://arxiv.org/abs/2602.06036), "
         "[DSpark](https://arxiv.org/abs/2607.05147))",
-        requires="a head that was trained for the target (see [Models](models.md#heads))",
-        memory="the head, its KV cache, and working data for 2,048 tokens",
+        requires="a draft head trained for the model you run (see [Models](models.md#heads))",
+        memory="the draft head, its KV cache, and working memory for 2,048 tokens",
     ),
     order=60,
     head=HeadKind(kinds={"dflash": "DFlash", "dspark": "DFlash"}, drafts_in_one_pass=True),

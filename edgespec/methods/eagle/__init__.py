@@ -10,14 +10,14 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "eagle",
     label="EAGLE head",
-    help_text="an EAGLE head trained for the target",
+    help_text="an EAGLE draft head for the model you run",
     docs=MethodDocs(
         source="an EAGLE head: a network with one layer that reads the target's hidden states "
         "([EAGLE-1](https://arxiv.org/abs/2401.15077), "
         "[EAGLE-2](https://arxiv.org/abs/2406.16858), "
         "[EAGLE-3](https://arxiv.org/abs/2503.01840))",
-        requires="a head that was trained for the target (see [Models](models.md#heads))",
-        memory="the head, its KV cache, and working data for 2,048 tokens",
+        requires="a draft head trained for the model you run (see [Models](models.md#heads))",
+        memory="the draft head, its KV cache, and working memory for 2,048 tokens",
     ),
     order=50,
     head=HeadKind(

@@ -10,7 +10,7 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "hydra",
     label="Hydra heads",
-    help_text="Hydra heads: like Medusa heads, but each also reads the tokens drafted before its own",
+    help_text="Hydra draft heads: like Medusa heads, but each also reads the tokens drafted before its own",
     docs=MethodDocs(
         source="Hydra heads: like Medusa heads, but each head also reads the draft tokens before its own"
         " ([Hydra](https://arxiv.org/abs/2402.05109))",

@@ -39,7 +39,7 @@ def _find_target(target: Resolved, is_named: bool) -> Resolved:
 METHOD = Method(
     name="layerskip",
     label="first layers of the model",
-    help="the first layers of the target itself (requires a model trained for early exit)",
+    help="the first layers of the model itself (requires a model trained for early exit)",
     docs=MethodDocs(
         source="the target's first layers; verification starts from their output "
         "([LayerSkip](https://arxiv.org/abs/2404.16710))",

@@ -22,7 +22,7 @@ def _make(context: DrafterContext) -> Drafter:
 METHOD = Method(
     name="lookahead",
     label="parallel guesses",
-    help="the target itself, guessing several positions in parallel",
+    help="the model itself, guessing several positions in parallel",
     docs=MethodDocs(
         source="the target itself, guessing several positions in one pass ([lookahead "
         "decoding](https://arxiv.org/abs/2402.02057))",

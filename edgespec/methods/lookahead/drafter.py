@@ -201,7 +201,7 @@ class LookaheadDrafter(Drafter):
         line = f"lookahead runs with {window} ({self._estimate(window)})"
         if self._capabilities.tree:
             return line
-        return f"{line}; it drafts only n-grams from the text, because {self._capabilities.reason}"
+        return f"{line}; it can only reuse phrases from the text, because {self._capabilities.reason}"
 
     def _estimate(self, window: LookaheadWindow) -> str:
         cost, tokens = self._curve.v(window.rows), 1 + window.expected_tokens

@@ -48,13 +48,13 @@ def _find_substitutes(target: Resolved, is_named: bool) -> Substitutes | None:
 METHOD = Method(
     name="lowbit",
     label="a low-precision copy of the model",
-    help="the target at lower precision",
+    help="the model itself at lower precision",
     docs=MethodDocs(
         source="the target at lower precision, sharing its KV cache "
         "([QSpec](https://arxiv.org/abs/2410.11305))",
         requires="any MLX model; for GGUF, `edgespec prepare lowbit MODEL`, with `--for-memory` if the model"
         " is larger than memory",
-        memory="only scaling factors for 8-bit MLX models; otherwise the copy",
+        memory="for 8-bit MLX models, only scaling factors; for others, the whole copy",
     ),
     order=20,
     make=_make,

@@ -10,13 +10,13 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "medusa",
     label="Medusa heads",
-    help_text="Medusa heads trained for the target, each of which predicts one more token ahead",
+    help_text="Medusa draft heads for the model you run, each of which predicts one token further ahead",
     docs=MethodDocs(
         source="Medusa heads: small networks that read the target's last hidden state. The first "
         "predicts the token after next, and each further head one token further ahead "
         "([Medusa](https://arxiv.org/abs/2401.10774))",
-        requires="heads that were trained for the target (see [Models](models.md#heads))",
-        memory="the heads, and working data for 2,048 tokens",
+        requires="draft heads trained for the model you run (see [Models](models.md#heads))",
+        memory="the draft heads, and working memory for 2,048 tokens",
     ),
     order=70,
     head=HeadKind(

@@ -91,12 +91,12 @@ def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDr
             return MissingDrafter(
                 f"{other.name} is a draft head for the {other.method} method", f"use --method {other.method}"
             )
-        reason = f"it needs a head that was trained for {context.target.facts.name}"
+        reason = f"it needs a draft head trained for {context.target.facts.name}"
         advice = f"choose one with --head HEAD (see `edgespec models show {context.reference}`)"
         return MissingDrafter(f"{reason}, but {context.why_no_head}", context.head_advice or advice)
     if name not in context.target.facts.capabilities.self_draft_methods:
         missing = why_no_view(context.target, option.head)
-        context.dropped_heads.append(f"not drafting with the head {option.name}: {missing.reason}")
+        context.dropped_heads.append(f"not using the draft head {option.name}: {missing.reason}")
         return missing
     try:
         with about_option("head"):
@@ -104,7 +104,7 @@ def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDr
     except EdgespecError as error:
         if option.source == "named" or name in context.named:
             raise
-        context.dropped_heads.append(f"not drafting with the head {option.name}: {error.what}")
+        context.dropped_heads.append(f"not using the draft head {option.name}: {error.what}")
         return MissingDrafter(error.what, error.next_step)
     files = all_files(option.head.path) if option.head.path else ()
     cache = HeadCache(view, " ".join((name, *map(file_state, files))))

@@ -265,13 +265,13 @@ class OnlineTrainer:
         original_hits, adapted_hits, tokens = self.evaluation
         if self._steps:
             note = (
-                f"the draft model was trained in {self._steps} steps on {self._trained_tokens} tokens that"
-                " it had got wrong"
+                f"the draft model was trained for {self._steps} steps on {self._trained_tokens} tokens that"
+                " it had mispredicted"
             )
             if tokens:
                 note += (
-                    f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"
-                    f" {original_hits / tokens:.0%} without training"
+                    f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens correctly,"
+                    f" compared with {original_hits / tokens:.0%} without training"
                 )
             if not self._trainer.adapted:
                 note += "; edgespec uses the original model, because it is better"

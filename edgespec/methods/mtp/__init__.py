@@ -16,7 +16,7 @@ METHOD = head_method(
         "([DeepSeek-V3](https://arxiv.org/abs/2412.19437))",
         requires="a model with MTP layers, in its own files or in a separate file (see "
         "[Models](models.md#layers-for-multi-token-prediction))",
-        memory="the MTP layers, their KV cache, and working data for 2,048 tokens",
+        memory="the MTP layers, their KV cache, and working memory for 2,048 tokens",
     ),
     order=40,
     head=HeadKind(kinds={"gemma4-assistant": "MTP"}),

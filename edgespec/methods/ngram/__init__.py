@@ -22,9 +22,9 @@ def _make(_context: DrafterContext) -> Drafter:
 METHOD = Method(
     name="ngram",
     label="repeated text",
-    help="prompt lookup: the text that followed the last few tokens earlier in this chat",
+    help="prompt lookup: text that came after the same few tokens earlier in this chat",
     docs=MethodDocs(
-        source="the text that followed the last few tokens earlier in this chat",
+        source="text that came after the same few tokens earlier in this chat",
         requires="repetitive text",
         memory="4 bytes per token of the chat",
     ),

@@ -57,7 +57,7 @@ def head_at(path: Path) -> Head:
     if info.heads:
         raise unknown_head(str(path), info)
     raise ModelFileError(
-        f"{path} does not contain a head, but a model with architecture {shorten(info.architecture)!r}",
+        f"{path} contains a model with architecture {shorten(info.architecture)!r}, not a draft head",
         "pass a head with --head, and draft models with --draft",
         code="wrong_file",
     )
@@ -66,8 +66,8 @@ def head_at(path: Path) -> Head:
 def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
     """Return the error to raise for a kind of head that edgespec cannot run."""
     return ModelFileError(
-        f"{name} is a head of the kind {info.heads[0]}, which edgespec cannot run",
-        "choose another head",
+        f"{name} is a draft head of type {info.heads[0]}, which edgespec does not support",
+        "choose another draft head",
         code="model_file_not_supported",
     )
 

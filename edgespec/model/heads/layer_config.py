@@ -57,9 +57,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         return config
     except FileNotFoundError as error:
         raise ModelFileError(
-            f"{folder} contains no config.json, so it is not a head's folder",
-            "pass a folder that contains a head's config.json and its weights, such as model.safetensors or"
-            " pytorch_model.bin",
+            f"{folder} contains no config.json, so it is not the folder of a draft head",
+            "pass a folder that contains a draft head's config.json and its weights, such as"
+            " model.safetensors or pytorch_model.bin",
             code="model_file_incomplete",
         ) from error
     except OSError as error:
@@ -106,6 +106,6 @@ def invalid_settings(folder: Path) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
         raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
+            f"the config.json of the draft head {folder} has invalid settings: {shorten(error)}",
             "download it again",
         ) from error

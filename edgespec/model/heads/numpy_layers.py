@@ -352,7 +352,7 @@ class WeightLoader:
         values = tensor.read()
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise ModelFileError(
-                f"the head {self._file} is damaged: its weights are not finite numbers",
+                f"the draft head {self._file} is damaged: its weights are not finite numbers",
                 "download it again, or use --head none",
             )
         return values

@@ -220,7 +220,7 @@ class _NamedTensors:
         return any(name.startswith(start) for name in self._tensors)
 
     def error(self, reason: str) -> ModelFileError:
-        return ModelFileError(f"the head {self.file} is damaged: {reason}", "download it again")
+        return ModelFileError(f"the draft head {self.file} is damaged: {reason}", "download it again")
 
 
 def _medusa_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:

@@ -66,7 +66,7 @@ def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
             return tensors
     raise ModelFileError(
         f"{folder} contains no weights (*.safetensors or pytorch_model*.bin)",
-        "download the head again",
+        "download the draft head again",
         code="model_file_incomplete",
     )
 
@@ -107,7 +107,7 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
     if tensor.dtype not in _ITEM_BYTES:
         raise ModelFileError(
             f"{path} contains tensors of type {shorten(tensor.dtype)}, which edgespec cannot read",
-            "use a version of the head with 16-bit weights",
+            "use a version of the draft head with 16-bit weights",
             code="model_file_not_supported",
         )
     if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):

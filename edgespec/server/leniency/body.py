@@ -155,7 +155,7 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
     """
     if "recursion limit" in problem:
         return invalid_request(
-            "the request body is nested too deeply; use at most 200 levels", code="invalid_json"
+            "the JSON in the request body is nested too deeply; use at most 200 levels", code="invalid_json"
         )
     if "multipart/" in content_type.lower() or _FORM.match(text):
         return invalid_request(

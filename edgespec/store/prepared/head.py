@@ -76,19 +76,19 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
     if not file_format.converted_heads:
         raise OptionError(
             f"{target} is not a GGUF model",
-            "pass the GGUF model that the head was trained for",
+            "pass the GGUF model that the draft head was trained for",
             code="wrong_file",
         )
     require_folder(folder)
     support = file_format.heads.get(head_at(folder).method)
     if support is None or support.convert is None:
         raise ModelFileError(
-            f"the head in {folder} does not need to be converted, because edgespec can use it as it is",
+            f"the draft head in {folder} does not need to be converted, because edgespec can use it as it is",
             f"use the folder itself: --head {shlex.quote(str(folder))}",
             code="wrong_file",
         )
     write = partial(support.convert, folder, _layer_count(target))
-    return write_conversion(output, f"the head {folder}", write, setting=setting)
+    return write_conversion(output, f"the draft head {folder}", write, setting=setting)
 
 
 def _layer_count(target: Path) -> int:

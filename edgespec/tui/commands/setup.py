@@ -173,7 +173,9 @@ def _choices(name: str, context: Context) -> list[str]:
     target = context.runtime.target.name
     if name == "head":
         lines = [f"  {_head_line(head)}" for head in head_options(found)]
-        return [f"Heads for {target}:", *lines] if lines else [f"No heads are known for {target}."]
+        return (
+            [f"Draft heads for {target}:", *lines] if lines else [f"No draft heads are known for {target}."]
+        )
     drafts = draft_options(found, find_installed(include_embedded=True))
     lines = [f"  {_draft_line(draft)}" for draft in drafts[:_MAX_CHOICES]]
     if len(drafts) > _MAX_CHOICES:

@@ -273,7 +273,7 @@ class TestReplies:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
             runtime._session.run_idle_work(lambda: True)
-            assert usual.note().startswith("the draft model was trained in")
+            assert usual.note().startswith("the draft model was trained for")
             kept = grown.saved_statistics()
             assert kept
             usual.with_growth(

@@ -66,7 +66,7 @@ def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, fil
     shape = SHAPES[read_header(path).architecture]
     if shape.delta or shape.mamba or shape.hyper:  # llama.cpp does not load such files at all.
         return
-    with raises(OptionError, "no head", code="method_unavailable", option="method"):
+    with raises(OptionError, "no draft head", code="method_unavailable", option="method"):
         edgespec.load(str(path), "none", method="mtp", context=256)
     with edgespec.load(str(path), "none", method="auto", context=256) as runtime:
         assert "mtp" not in runtime.method.effective

@@ -183,7 +183,7 @@ def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")
     assert disk.list_segments() == []
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
-    assert "not cached in" in disk.notice
+    assert "not caching earlier chats in" in disk.notice
 
 
 def test_too_little_memory_to_write_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_folder_without_permissions_is_empty(tmp_path: Path) -> None:
     assert disk.list_segments() == []
     assert disk.used_bytes() == 0
     assert not disk.write(name_of(TEXT, 0), tokens_digest(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
-    assert "earlier chats are not cached" in disk.notice
+    assert "not caching earlier chats" in disk.notice
 
 
 def test_a_lower_quota_evicts_at_start(tmp_path: Path) -> None:

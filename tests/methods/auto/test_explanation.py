@@ -49,11 +49,11 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(START, asked_rounds=4),
-            "in 4 tries, no draft was likely to save time (from: model+suffix)",
+            "in 4 tries, no draft was likely to save time (tried: model+suffix)",
         ),
         (
             replace(START, asked_rounds=1),
-            "in 1 try, no draft was likely to save time (from: model+suffix)",
+            "in 1 try, no draft was likely to save time (tried: model+suffix)",
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
@@ -61,11 +61,11 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has used up the time that a reply is allowed to lose (see --max-loss)",
+            "drafting has already cost as much time as a reply may lose (see --max-loss)",
         ),
         (
             replace(START, unaffordable_rounds=9, allowance_steps=0.0),
-            "preparing drafts has used up the time that a reply is allowed to lose (see --max-loss)",
+            "preparing drafts has already cost as much time as a reply may lose (see --max-loss)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
@@ -92,7 +92,7 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
         ),
         (
             replace(START, asked_rounds=4),
-            "in 4 tries, no guess was likely to save time (from: draft model + repeated text)",
+            "in 4 tries, no guess was likely to save time (tried: draft model + repeated text)",
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
