@@ -254,7 +254,7 @@ class TestPlanning:
         both = planned(planned(1 << 40).plan.total_bytes - 1)
         assert [option.reference for option in both.pair.heads] == [str(head)]
         assert both.pair.why_no_head == f"the draft head {other} does not fit in memory"
-        assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 heads"]
+        assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 draft heads"]
         neither = planned(both.plan.total_bytes - 1).pair
         assert neither.heads == ()
         assert neither.why_no_head == f"the draft heads {head} and {other} do not fit in memory"

@@ -64,7 +64,7 @@ def test_damaged_statistics_are_measured_again(kept: str) -> None:
     Facts().put("drafting", {"key": saved})
     again = World(MACHINES[0])
     drafter = make_controller(again)
-    assert "collects them again" in drafter.note()
+    assert "will collect them again" in drafter.note()
     again.reply(drafter, trace)
 
 
@@ -73,7 +73,7 @@ def test_damaged_statistics_are_measured_again(kept: str) -> None:
 )
 def test_statistics_of_another_form_are_measured_again(saved: object) -> None:
     Facts().put("drafting", {"key": saved})
-    assert "collects them again" in make_controller(World(MACHINES[0])).note()
+    assert "will collect them again" in make_controller(World(MACHINES[0])).note()
 
 
 def test_acceptance_stats_round_trip() -> None:
