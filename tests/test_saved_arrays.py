@@ -79,7 +79,7 @@ def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "learnt").write_text("a file where a folder should be")
     file = SavedArrays("online", "one", tmp_path / "learnt")
     file.save(VALUES)
-    assert "cannot be saved" in file.notice
+    assert "cannot save data" in file.notice
 
 
 def test_models_fingerprint(tmp_path: Path) -> None:

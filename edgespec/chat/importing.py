@@ -348,7 +348,12 @@ def _open_webui_message(message: dict[str, Any], left_out: Counter[str]) -> Mess
 
 
 def _joined(parts: Sequence[Any], left_out: Counter[str]) -> str:
-    """Join the text parts of a message, and count the skipped ones, such as images, audio and video."""
+    """Join the text parts of a message, and count the skipped ones, such as images, audio and video.
+
+    ChatGPT stores the words of a voice chat as a text part next to the recording.
+    """
+    said = "audio_transcription"
+    parts = [part.get("text") if _object(part).get("content_type") == said else part for part in parts]
     left_out["images, audio and video"] += sum(isinstance(part, dict) for part in parts)
     return "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
 

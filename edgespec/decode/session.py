@@ -413,6 +413,8 @@ class Session:
             ContextFullError: There is not enough memory for the context that a text requires.
         """
         with self.borrowed_target() as target:
+            if self._target_cache.use_loaded_adapters():
+                self.drafters.reset()
             longest = max(map(len, texts), default=0) + 1
             self.memory_pressure.drop_prefixes()
             self.context.grow_to(longest)
@@ -447,6 +449,9 @@ class Session:
         """
         check_process(self.process_id)
         with self._compute_lock:
+            if self._active_request is not None:
+                # The target cache is recording the tokens of a reply.
+                return
             succeeded = self._idle_worker.run_drafters(
                 self._decoder.idle_drafters,
                 lambda: not self._closing and self._active_request is None and should_continue(),
@@ -460,7 +465,7 @@ class Session:
 
     def _read_reply(self, should_continue: Callable[[], bool]) -> None:
         with self._compute_lock:
-            if not self._closed:
+            if not self._closed and self._active_request is None:
                 self._target_cache.read_reply(
                     lambda: not self._closing and self._active_request is None and should_continue()
                 )
@@ -578,7 +583,11 @@ class ReplyDecoder:
     ) -> Iterator[Step]:
         """Yield the steps of a reply. See `Session.steps`."""
         settings = request.settings
-        drafter, _ = self._drafters.choose(settings.method, request.kind)
+        try:
+            drafter, _ = self._drafters.choose(settings.method, request.kind)
+        except CancelledError:
+            yield Step((), 0, "cancelled")
+            return
         if isinstance(drafter, AutoController):
             drafter.limit_loss(settings.max_loss)
         # The target cache keeps a reference to this list, so the reply's tokens are appended to it in place.

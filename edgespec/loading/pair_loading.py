@@ -127,8 +127,8 @@ def _adapted_to_target(
         ratio = 1 if compared.translation is None else TOKEN_RATIO
         model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
         notices.append(
-            f"in long chats, {name} sees only {window.description}, because its context is smaller than the"
-            " model's; its guesses can then be worse"
+            f"{name} has a smaller context than the model, so in long chats it sees only"
+            f" {window.description}, and its guesses may be worse"
         )
     notice = " · ".join(filter(None, notices))
     if compared.translation is None:

@@ -122,8 +122,9 @@ class ResizableContext:
             return
         if model.length > size:
             model.truncate(size)
-        # Ignore a failed resize, because the next prompt resizes the context again if necessary.
-        with suppress(MemoryBudgetError):
+        # Ignore a failed resize, because the next prompt resizes the context again if necessary. A
+        # draft model with another vocabulary can hold more tokens than it counts.
+        with suppress(MemoryBudgetError, ContextFullError):
             model.resize(size)
 
     def check_fits(self, tokens: int) -> None:

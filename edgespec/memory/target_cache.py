@@ -68,6 +68,10 @@ class TargetCache:
         self._adapter_scales = scales
         return True
 
+    def use_loaded_adapters(self) -> bool:
+        """Restore the scales that the target was loaded with, and return whether they changed."""
+        return self.use_adapters(self._loaded_scales)
+
     def set_aside(self) -> None:
         """Clear the target's cache, saving its tokens to the prefix cache if there is one."""
         if self._cache and self._tokens:

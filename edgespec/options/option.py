@@ -459,8 +459,8 @@ class JsonSchema(TextFile):
         """Return the JSON text of a file. Raises OptionError if it cannot be read or is not a JSON object."""
         if text.lstrip().startswith("{"):
             raise OptionError(
-                f"the schema must be the path of a file, not JSON text: {text[:40]!r}",
-                "save the schema to a file, and pass the path of that file",
+                f"the schema must be a file path, not JSON text: {text[:40]!r}",
+                "save the schema to a file, and pass its path",
                 code="constraint_invalid",
             )
         schema = super().parse(text)

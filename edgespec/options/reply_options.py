@@ -116,7 +116,7 @@ class ReplyArguments(TypedDict, total=False):
         ("Top k", "only the k most likely; 0 = off"), int)]
     top_p: Annotated[float, _sampling("P",
         "Sample only from the most likely tokens whose probabilities add up to P; 1 disables this filter.",
-        ("Top p", "only the most likely; 1 = off"))]
+        ("Top p", "drop unlikely tokens; 1 = off"))]
     min_p: Annotated[float, _sampling("P",
         "Drop tokens that are less than P times as likely as the most likely one; 0 disables this filter.",
         ("Min p", "drop unlikely tokens; 0 = off"))]

@@ -22,6 +22,7 @@ from edgespec.errors import (
     BusyError,
     ClosedError,
     EdgespecError,
+    ModelFileError,
     ModelNotFoundError,
     NotDownloadedError,
     WorkerLostError,
@@ -563,9 +564,15 @@ def _memory_note(plan: MemoryPlan | None) -> str:
 
 
 def _fits(options: dict[str, Any]) -> bool:
-    """Return whether a model fits with these load options and without reductions."""
+    """Return whether a model fits with these load options and without reductions.
+
+    Raises:
+        ModelFileError: The model cannot be loaded at all, so no other model should be unloaded for it.
+    """
     try:
         plan = edgespec.plan(**options).plan
+    except ModelFileError:
+        raise
     except EdgespecError:
         return False
     return plan.fits_without_streaming and not plan.decisions

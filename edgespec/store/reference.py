@@ -323,7 +323,7 @@ def _refuse_local_name(reference: HubReference) -> None:
     if not reference.explicit and file.is_file():
         raise ModelNotFoundError(
             f"there is no file {reference.repository}",
-            f"did you mean {file}? The repository on Hugging Face is hf:{reference.repository}",
+            f"did you mean {file}? For the repository on Hugging Face, write hf:{reference.repository}",
         )
 
 

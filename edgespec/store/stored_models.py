@@ -61,7 +61,8 @@ class StoredModel:
 
 def find_child(folder: Path, name: str) -> Path | None:
     """Return the entry named `name` in a folder, preferring an exact match over one that differs in case."""
-    if name in ("", ".", ".."):
+    # Names come from requests, so they must not lead out of the folder. On Windows, `C:x` does as well.
+    if name in ("", ".") or Path(name).anchor or ".." in Path(name).parts:
         return None
     try:
         if (folder / name).exists():

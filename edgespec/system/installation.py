@@ -58,5 +58,5 @@ def setup_command(packages: str = "") -> str:
 
 
 def pip_command(*arguments: str) -> str:
-    """Return a `pip install` command for edgespec's own Python environment."""
+    """Return a command that installs packages with pip in edgespec's own Python environment."""
     return shlex.join([sys.executable, "-m", "pip", "install", *arguments])

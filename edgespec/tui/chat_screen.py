@@ -175,9 +175,11 @@ class ChatScreen(TurnScreen):
             self.prompt.move_cursor(self.prompt.cursor_location)
         elif self.writing:
             self.stop_reply()
-        elif self.prompt.text:
+        elif self.editing is not None:
             self.history.add(self.prompt.whole_text)
             self.leave_edit()
+        elif self.prompt.text:
+            self.history.add(self.prompt.whole_text)
             self.prompt.clear()
         elif monotonic() - self._interrupted_at < _TWICE_SECONDS:
             await self.run_action("app.quit")
@@ -369,9 +371,11 @@ async def _send_with_files(screen: TurnScreen, text: str, place: int | None, ref
     except AttachmentError as error:
         await screen.transcript.note(sentences(f"The message was not sent: {error.what}", error.next_step))
         screen.give_back_message(text, place)
+        screen.post_message(screen.Free())
         return
     if screen.writing or chat is not screen.current_chat or _is_gone(screen, place):
         screen.give_back(text)
+        screen.post_message(screen.Free())
         return
     files = tuple(file for attachment in attachments for file in attachment.files)
     await _send_message(screen, Message("user", text.strip(), files=files), place)

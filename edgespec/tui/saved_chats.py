@@ -158,7 +158,10 @@ async def delete_chat(screen: TurnScreen, chat: StoredChat) -> None:
             f"Deleted “{chat.title}”. Press Ctrl+_ or type /undo within {UNDO_SECONDS:.0f} seconds to restore"
             " it."
         )
-        screen.set_timer(UNDO_SECONDS, finish)
+        if (earlier := screen.deletion_timers.pop(chat.id, None)) is not None:
+            # The chat was deleted before and restored, so its time starts again.
+            earlier.stop()
+        screen.deletion_timers[chat.id] = screen.set_timer(UNDO_SECONDS, finish)
 
     async def finish() -> None:
         try:

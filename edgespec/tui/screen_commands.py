@@ -289,8 +289,12 @@ async def _rename(screen: TurnScreen) -> None:
 
 
 async def _delete(screen: TurnScreen) -> None:
-    if (place := screen.current_chat.last_place("user")) is not None:
-        await selection.delete(screen, place)
+    async def begin() -> None:
+        # A message becomes part of the chat only when its reply has ended or stopped.
+        if (place := screen.current_chat.last_place("user")) is not None:
+            await selection.delete(screen, place)
+
+    await screen.when_free(begin)
 
 
 async def _read_reply(screen: TurnScreen) -> None:

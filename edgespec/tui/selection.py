@@ -119,6 +119,9 @@ async def delete(screen: TurnScreen, place: int) -> None:
     async def begin() -> None:
         chat = screen.current_chat
         path = chat.tree.path
+        if place not in path:
+            # The reply was being continued, which has replaced it with another version.
+            return
         number = len(path) - path.index(place)
         await _show(screen, chat.tree.without(place), path.index(place))
         undo_keys = "Type /undo" if screen.prompt.has_focus else "Press u or type /undo"
@@ -154,6 +157,8 @@ async def _switch(screen: TurnScreen, place: int, step: int) -> None:
 
     async def begin() -> None:
         tree = screen.current_chat.tree
+        if place not in tree.path:
+            return
         versions = tree.versions(place)
         number = versions.index(place) + step
         if 0 <= number < len(versions):

@@ -10,6 +10,7 @@ from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
 from textual.message import Message as Event
+from textual.timer import Timer
 
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.archive import REFUSALS
@@ -58,6 +59,8 @@ class TurnScreen(ChatView):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # The timers that make the deletions of chats final, keyed by chat ID.
+        self.deletion_timers: dict[str, Timer] = {}
         self.tool_use = ToolUse(self, save=self.save, after_calls=self._after_calls)
 
     def on_mount(self) -> None:
@@ -66,6 +69,9 @@ class TurnScreen(ChatView):
 
     async def show_chat(self, chat: OpenChat) -> None:
         """Show `chat` instead of the current chat."""
+        if self.editing is not None:
+            self.history.add(self.prompt.whole_text)
+            self.leave_edit()
         self.current_chat = chat
         self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         await self._show_current_chat()
@@ -106,7 +112,6 @@ class TurnScreen(ChatView):
         self.speeds = SpeedHistory()
         self._last_stats = None
         self._failure_shown = False
-        self.leave_edit()
         await self.transcript.show_chat(chat, welcome=self._welcome())
         await self.refresh_sidebar()
         self.refresh_facts()
@@ -203,6 +208,7 @@ class TurnScreen(ChatView):
         except OptionError as error:
             await transcript.note(sentences(error.what, error.next_step))
             self._give_back_text(turn)
+            self.post_message(self.Free())
             return
         chat.begin_turn(turn, self.models)
         self._stopped = self._failure_shown = False

@@ -92,7 +92,7 @@ def test_nothing_to_continue_is_an_option_error(demo: Runtime) -> None:
 
 def test_reply_that_fills_the_context_says_so(small: Runtime) -> None:
     chat = small.chat(messages=[Message("user", HOWTO), Message("assistant", "word " * 260)])
-    with raises(ContextFullError, "continued"):
+    with raises(ContextFullError, "cannot continue"):
         chat.continue_reply()
     assert len(chat.messages) == 2
 

@@ -14,6 +14,7 @@ from edgespec.decode.session import Session
 from edgespec.errors import BackendError, CancelledError
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from tests.tables import PROMPT, Saying, table, with_drafter
+from tests.tables import runtime as tabular_runtime
 
 SECONDS = 10.0
 
@@ -205,3 +206,14 @@ def test_no_step_runs_during_a_reply(runtime: Runtime, drafter: IdleDrafter) -> 
     for _ in range(60):
         assert runtime.generate(PROMPT, seed=1, max_tokens=12).tokens == expected
     assert not wrong
+
+
+def test_idle_work_during_a_reply_does_not_forget_its_tokens() -> None:
+    with tabular_runtime(table(1, end=-50.0)) as runtime:
+        stream = runtime.stream_tokens([0, 1, 2], method="none", seed=1, max_tokens=20)
+        next(stream)
+        runtime.run_idle_work(lambda: True)
+        runtime._session._read_reply(lambda: True)
+        text = [0, 1, 2, *stream.wait().tokens]
+        again = runtime.stream_tokens([*text, 0], method="none", max_tokens=1).wait()
+        assert again.stats.cached_prompt_tokens == len(text) - 1

@@ -205,3 +205,10 @@ def test_a_reply_says_what_the_draft_model_lacks(adapters: list[str]) -> None:
     assert re.search(
         r"; \d+% of its first tokens were accepted, compared with \d+% without", note(adapter=adapters[0])
     )
+
+
+def test_embeddings_do_not_depend_on_the_adapters_of_the_last_reply(adapters: list[str]) -> None:
+    with load(draft="none", adapter=adapters[0], measure_costs=False) as runtime:
+        before = runtime.embed(["x"])[0].vector
+        ask(runtime, adapter_scales={}, max_tokens=1)
+        np.testing.assert_array_equal(runtime.embed(["x"])[0].vector, before)

@@ -393,7 +393,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(copy: Path, change: s
     other = Path(shutil.copy(copy, copy.with_name("other.gguf")))
 
     def replace_file(what: str, fraction: float) -> bool:
-        if change == "deleted" and "keep" in what:
+        if change == "deleted" and "stay in memory" in what:
             copy.unlink(missing_ok=True)
         elif change == "replaced" and other.exists():
             other.replace(copy)
@@ -439,7 +439,7 @@ def test_a_limit_of_the_address_space_is_a_lack_of_memory(tmp_path: Path, layers
 def test_loading_can_be_cancelled(copy: Path) -> None:
     options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
     with pytest.raises(CancelledError):
-        load(str(copy), "demo", options, lambda what, fraction: "keep" not in what)
+        load(str(copy), "demo", options, lambda what, fraction: "stay in memory" not in what)
 
 
 @pytest.mark.long

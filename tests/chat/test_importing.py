@@ -274,3 +274,13 @@ def test_exports_name_attached_files_and_tools_and_contain_the_reasoning() -> No
     assert "<details><summary>Reasoning</summary><p>First.</p>\n<p>Then &lt;/details&gt;.</p>" in page
     assert "Called <code>ls</code> with <code>{&quot;path&quot;:" in page
     assert "<i>" not in page
+
+
+def test_chatgpt_voice_chats_keep_what_was_said(tmp_path: Path) -> None:
+    said = {"content_type": "audio_transcription", "text": "How tall?", "direction": "in"}
+    recording = {"content_type": "real_time_user_audio_video_asset_pointer"}
+    node = chatgpt_node("q", None, "user", said, recording)
+    result = imported(tmp_path, [{"title": "T", "mapping": {"q": node}, "current_node": "q"}])
+    (chat,) = result
+    assert contents(chat) == ["How tall?"]
+    assert result.left_out["images, audio and video"] == 1

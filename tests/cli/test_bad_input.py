@@ -114,7 +114,7 @@ def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     result = run("generate", "--draft", str(other), "hello", "-n", "8", "--draft-branches", "2")
     assert result.exit_code == 0, result.output
     with edgespec.load("demo", str(other), threads=1) as runtime:
-        assert "tokens, with different IDs, and drafts only those" in runtime.target.notice
+        assert "tokens, under different IDs, and can draft only those" in runtime.target.notice
         plain = runtime.generate("hello", method="none", max_tokens=8, temperature=0.0)
         assert runtime.generate("hello", method="model", max_tokens=8, temperature=0.0).tokens == plain.tokens
 

@@ -189,3 +189,12 @@ def test_warm_up_loads_the_corpus() -> None:
     assert asked == [1]
     drafter.begin([1, 2, 3])
     assert asked == [1]
+
+
+def test_a_session_records_the_prompt_without_the_reply() -> None:
+    recorder = Kept()
+    drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=recorder))
+    with with_drafter(table(1), drafter) as runtime:
+        reply = runtime.stream_tokens([0, 1, 2], max_tokens=6, seed=1).wait()
+    drafter.close()
+    assert (recorder.prompts, recorder.replies) == ([[0, 1, 2]], [list(reply.tokens)])

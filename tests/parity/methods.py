@@ -309,8 +309,8 @@ def check_draft(runtime: Runtime, row: Row) -> None:
     """The draft was of the kind that the row is about."""
     notice = runtime.target.notice
     assert (f"sees only the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
-    assert ("with different IDs" in notice) == (row.draft == "renamed" and not row.text)
-    assert ("Its text has to be tokenized again" in notice) == row.text
+    assert ("under different IDs" in notice) == (row.draft == "renamed" and not row.text)
+    assert ("must be tokenized again" in notice) == row.text
 
 
 def check_partly_right(replies: Sequence[Reply], always_right: bool) -> None:

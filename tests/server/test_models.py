@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from edgespec.errors import BusyError, CancelledError, ClosedError, ModelNotFoundError, OptionError
+from edgespec.errors import (
+    BusyError,
+    CancelledError,
+    ClosedError,
+    ModelFileError,
+    ModelNotFoundError,
+    OptionError,
+)
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import user_aliases_path
@@ -271,3 +278,15 @@ def test_names_without_a_tag_are_the_same_everywhere(
                 await use(pool, "lost")
         finally:
             user_aliases_path().unlink()
+
+
+def test_a_damaged_model_does_not_replace_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    OllamaStore(tmp_path / "ollama").add("broken", "latest", b"GGUF" + bytes(2000))
+
+    @pool_test(target="demo")
+    async def test(pool: ModelPool) -> None:
+        await use(pool, "demo")
+        with pytest.raises(ModelFileError):
+            await use(pool, "broken")
+        assert names(pool) == ["demo"]

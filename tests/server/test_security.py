@@ -45,7 +45,8 @@ def test_other_host_names_are_rejected(http: httpx.Client, host: str) -> None:
     reply = http.get("/v1/models", headers={"Host": host})
     assert reply.status_code == 403
     assert reply.json()["error"]["code"] == "host_not_allowed"
-    assert (host or "an empty Host header") + ", because it is not a name" in reply.json()["error"]["message"]
+    named = host or "an empty Host header"
+    assert f"{named}, because it is not one of its machine's names" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -343,12 +343,17 @@ def test_names_cannot_escape_a_store(ollama: OllamaStore, lmstudio: Path, own_ho
     outside = OllamaStore(own_home / "other")
     outside.add("tiny", "latest", DRAFT.read_bytes())
     add_to_lmstudio(own_home, "maker/tiny/tiny-Q8_0.gguf", DRAFT)
+    add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
+    private = add_to_lmstudio(own_home, "private/tiny-Q8_0.gguf", DRAFT).parent
     above = "../../../../other/manifests/registry.ollama.ai/library/tiny"
     for name in (
         f"ollama:{above}",
         "ollama:..",
         "lmstudio:../../../maker/tiny",
         "lmstudio:../../maker",
+        "lmstudio:maker/../../../private",
+        f"lmstudio:maker/{private}",
+        "lmstudio:maker/One/../../../../private",
         "ollama:a//b",
     ):
         with pytest.raises(ModelNotFoundError):

@@ -117,7 +117,7 @@ def test_a_store_with_too_many_files_is_reported(
         (ollama.folder / "manifests" / str(number)).mkdir(parents=True)
     skipped = why_skipped()
     assert skipped.keys() == {str(lmstudio), str(cache), str(ollama.folder / "manifests")}
-    assert "at most 5 in all folders" in skipped[str(cache)]
+    assert "limit: 5 in total" in skipped[str(cache)]
 
 
 @pytest.mark.parametrize("limit", [1_000, pytest.param(100_000, marks=pytest.mark.long)])

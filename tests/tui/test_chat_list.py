@@ -230,3 +230,22 @@ async def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
     restored = await archive.restore()
     assert restored is not None
     assert restored.title == "Q"
+
+
+async def test_the_time_for_undo_starts_again_with_each_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda _kind: 0)
+    monkeypatch.setattr("edgespec.tui.saved_chats.UNDO_SECONDS", 300.0)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await d.press("f2", "delete")
+        await until(d.pilot, lambda: not d.saved(), "the deletion")
+        (first_timer,) = d.chat.deletion_timers.values()
+        await d.press("ctrl+underscore")
+        await until(d.pilot, lambda: bool(d.saved()), "the restored chat")
+        await d.press("delete")
+        await until(d.pilot, lambda: not d.saved(), "the second deletion")
+        (timer,) = d.chat.deletion_timers.values()
+        assert timer is not first_timer
+        assert first_timer._task is None or first_timer._task.cancelled() or first_timer._task.done()

@@ -308,3 +308,54 @@ async def test_typing_replaces_a_refused_command(tmp_path: Path) -> None:
         await d.said("no theme 'nosuch'")
         await d.write("/help")
         assert d.chat.prompt.text == "/help"
+
+
+SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+
+
+async def test_delete_during_a_reply_deletes_only_this_exchange(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), SLOW, SLOW])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("first")
+        await d.send("second")
+        await d.sees("word word")
+        await d.send("/delete")
+        await d.settled()
+        assert conversation(d) == ["first", "One."]
+        # The message that is being edited becomes another version when its reply stops.
+        await d.press("ctrl+p")
+        await d.write(", edited")
+        await d.press("enter")
+        await d.sees("word word")
+        await d.send("/delete")
+        await d.settled()
+        assert d.app.is_running
+        assert conversation(d) == ["first", "One."]
+
+
+@pytest.mark.parametrize("key", ["d", "right"])
+async def test_keys_for_a_reply_that_is_being_continued(tmp_path: Path, key: str) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="Two."), SLOW])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        await d.press("shift+up", "up", "up", "g")
+        await d.sees("word word")
+        await act(d, "shift+up", key)
+        assert d.app.is_running
+        assert conversation(d)[0] == "first"
+
+
+async def test_an_edit_survives_another_model_and_ctrl_c_keeps_the_draft(tmp_path: Path) -> None:
+    other = ScriptedRuntime()
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=lambda *_: loading(other)) as d:
+        await d.say("first")
+        await d.write("half")
+        await d.press("ctrl+p")
+        await d.write(" edited")
+        d.chat.post_message(d.chat.ModelChosen("other", None))
+        await d.said("This chat now uses")
+        await d.settled()
+        assert (d.chat.editing, d.chat.prompt.text) == (0, "first edited")
+        await d.press("ctrl+c")
+        assert (d.chat.editing, d.chat.prompt.text) == (None, "half")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -124,3 +125,19 @@ async def test_another_model_answers_the_messages_that_wait(tmp_path: Path) -> N
         await d.settled()
         assert [asked[1] for asked in (*runtime.asked, *other.asked)] == ["one", "two"]
         assert len(other.asked) == 1
+
+
+async def test_the_next_message_is_sent_if_the_files_of_one_cannot_be_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    runtime, gate = runtime_with_gate(Script("The second reply."))
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("one")
+        await d.send("@pipe explain")
+        await d.send("next")
+        await d.write("dra")
+        gate.set()
+        await until(d.pilot, lambda: sent(d) == ["one", "next"], "the next message")
+        assert d.chat.prompt.text == "dra"

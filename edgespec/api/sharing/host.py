@@ -179,7 +179,7 @@ class ModelHost:
         owner = model.runtime.vocabulary if wish.call in _TOKENIZER_CALLS else model.runtime
         if wish.call not in (*_CALLS, *_TOKENIZER_CALLS):
             raise EdgespecError(
-                f"another program requested {wish.call!r}, which edgespec does not share between programs"
+                f"another program requested {wish.call!r}, which a shared model does not support"
             )
         return getattr(owner, wish.call)(*wish.arguments, **options)
 

@@ -212,7 +212,7 @@ def _test_split_model(
     difference = np.abs(actual - expected).max(axis=1) / expected.std(axis=1)
     if not np.isfinite(actual).all() or not (difference <= _MAX_DIFFERENCE).all():
         raise CapabilityError(
-            f"{path.name} cannot be split into two parts: its output would change too much (logits differ by"
+            f"early exit would change the output of {path.name} too much (the scores of its tokens differ by"
             f" {float(difference.max()):.2g} standard deviations)",
             "choose another exit layer with --exit",
             code="early_exit_not_supported",

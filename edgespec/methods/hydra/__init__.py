@@ -14,8 +14,8 @@ METHOD = head_method(
     docs=MethodDocs(
         source="Hydra heads: like Medusa heads, but each head also reads the draft tokens before its own"
         " ([Hydra](https://arxiv.org/abs/2402.05109))",
-        requires="as for `medusa`",
-        memory="as for `medusa`; Hydra++ heads also need a KV cache for one layer",
+        requires="the same as `medusa`",
+        memory="the same as `medusa`, plus a KV cache for one layer with Hydra++ heads",
     ),
     order=80,
     head=HeadKind(

@@ -149,7 +149,8 @@ class SuffixDrafter(Drafter):
     def begin(self, tokens: Sequence[int]) -> None:
         self._record_reply()
         self.warm_up()
-        self._prompt = tokens
+        # Copy the tokens, because the caller appends the reply to its list.
+        self._prompt = list(tokens)
         if self._chat.set_tokens(tokens) == len(tokens):
             for text in self._chat_texts:
                 self._other_chats.extend([*text, SEPARATOR])

@@ -97,7 +97,10 @@ def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
         )
     options = openai_options(fields)
     seed = options.get("seed")
-    return [options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)]
+    return [
+        options if seed is None else {**options, "seed": (seed + index) % (1 << 63)}
+        for index in range(fields.n or 1)
+    ]
 
 
 class ReasoningFields(RequestFields):

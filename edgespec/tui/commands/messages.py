@@ -64,7 +64,7 @@ def _fork(context: Context) -> Result:
 
 
 def _delete(context: Context) -> Result:
-    if context.chat.last_place("user") is None:
+    if context.chat.last_place("user") is None and not context.writing:
         return Nothing("There is no message to delete", _SEND)
     return Action("delete")
 

@@ -234,9 +234,9 @@ class VocabularyComparison:
         share = f"{shared:,} of {self.target_name}'s {total:,} tokens"
         than = "of its tokens will be accepted than with a draft model from the same family"
         if self.mapping == "retokenised":
-            return f"{self.draft_name} has only {share}. Its text has to be tokenized again, and fewer {than}"
+            return f"{self.draft_name} has only {share}. Its text must be tokenized again, and fewer {than}"
         warning = f". Fewer {than}" if self.shared_fraction < MIN_GOOD_FRACTION else ""
-        return f"{self.draft_name} has {share}, with different IDs, and drafts only those{warning}"
+        return f"{self.draft_name} has {share}, under different IDs, and can draft only those{warning}"
 
 
 def compare_vocabularies(
