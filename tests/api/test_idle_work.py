@@ -58,8 +58,19 @@ def runtime(drafter: IdleDrafter) -> Iterator[Runtime]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def earlier_threads() -> Iterator[None]:
+    """Remember the idle threads of earlier tests, which end some time after their models are closed."""
+    EARLIER.update(threading.enumerate())
+    yield
+    EARLIER.clear()
+
+
+EARLIER: set[threading.Thread] = set()
+
+
 def idle_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "edgespec-idle"]
+    return [each for each in threading.enumerate() if each.name == "edgespec-idle" and each not in EARLIER]
 
 
 class TestWhenItRuns:

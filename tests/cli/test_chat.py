@@ -11,6 +11,7 @@ import pytest
 import edgespec
 import edgespec.tui.app
 import edgespec.tui.plain_run
+from edgespec.api.sharing import client
 from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import NO_MODELS, MessageTree, ModelReferences, SavedChat
@@ -257,6 +258,8 @@ def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch
     loaded: dict[str, Any] = {}
     monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
     monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
+    # Other test processes may have loaded the model.
+    monkeypatch.setattr(client, "find_shared", lambda *_: None)
     run("chat")
     opened.load(print)
     assert (loaded["prefix_cache"], loaded["prefix_cache_memory"], loaded["prefix_cache_disk"]) == (
