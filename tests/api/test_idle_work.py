@@ -228,3 +228,18 @@ def test_idle_work_during_a_reply_does_not_forget_its_tokens() -> None:
         text = [0, 1, 2, *stream.wait().tokens]
         again = runtime.stream_tokens([*text, 0], method="none", max_tokens=1).wait()
         assert again.stats.cached_prompt_tokens == len(text) - 1
+
+
+def test_a_reply_that_is_cancelled_while_its_drafter_is_chosen_ends_as_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise CancelledError("the measurement was cancelled")
+
+    with tabular_runtime(table(1, end=-50.0)) as runtime:
+        expected = runtime.stream_tokens([0, 1, 2], method="none", seed=1, max_tokens=8).wait().tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime._session.drafters, "choose", interrupted)
+            reply = runtime.stream_tokens([0, 1, 2], method="none", seed=1, max_tokens=8).wait()
+        assert (reply.finish_reason, reply.tokens) == ("cancelled", ())
+        assert runtime.stream_tokens([0, 1, 2], method="none", seed=1, max_tokens=8).wait().tokens == expected

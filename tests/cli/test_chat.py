@@ -275,3 +275,17 @@ def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch
         "2GB",
     )
     one_line_error(run("chat", "--prefix-cache", "cloud"), 2, "is not one of", code="option_invalid")
+
+
+def test_exactness_chosen_in_the_chat_replaces_exact(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
+    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
+    monkeypatch.setattr(client, "find_shared", lambda *_: None)
+    run("chat", "--target", "demo", "--exact")
+    for changed, exact in (({"exactness": "off"}, False), ({"context": 512}, True)):
+        opened.options["load_other"]("demo", changed)(lambda *_: True)
+        assert loaded["exact"] == exact
+        assert loaded | changed == loaded

@@ -42,6 +42,9 @@ def test_completions_continue_the_text(client: openai.OpenAI, plain: Runtime) ->
     both = client.completions.create(model="demo", prompt=["To list", "One"], n=2, max_tokens=4, echo=True)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert [choice.text.split()[0] for choice in both.choices] == ["To", "To", "One", "One"]
+    # The seed of each further reply is one more, and there is none after the largest.
+    last = client.completions.create(model="demo", prompt="One", n=2, seed=2**63 - 1, max_tokens=2)
+    assert len(last.choices) == 2
 
 
 def test_completions_continue_tokens(client: openai.OpenAI, plain: Runtime) -> None:

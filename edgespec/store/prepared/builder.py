@@ -67,7 +67,7 @@ __all__ = [
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
 _USE_NEW_FOLDER = "choose a folder that does not exist yet"
-# Name prefix of temporary folders for conversions.
+# Prefix for the names of the temporary folders that conversions use.
 _UNFINISHED = ".edgespec-"
 # Age in seconds above which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
