@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from edgespec.loading.prepare import layerskip as preparing
+from edgespec.methods.costs.curve import CostCurve
 from edgespec.store.catalogue import models_folder
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama
@@ -27,6 +29,13 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model.gguf", layers=3)
+
+
+@pytest.fixture
+def usual_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes cost what they cost a quiet machine. The model is so small that a busy one would decide."""
+    curve = CostCurve((1, 2, 8, 13), (1e-3, 1.1e-3, 2e-3, 3e-3))
+    monkeypatch.setattr(preparing, "measure_costs", lambda *_: curve)
 
 
 @pytest.mark.long
@@ -44,6 +53,7 @@ def test_layerskip_as_json(run: Run, model: Path, tmp_path: Path) -> None:
     assert told["file_bytes"] >= model.stat().st_size // 2
 
 
+@pytest.mark.usefixtures("usual_costs")
 def test_layerskip_as_a_table(run: Run, model: Path) -> None:
     result = run("prepare", "layerskip", str(model), "--exit", "1")
     assert result.exit_code == 0
@@ -66,6 +76,7 @@ def test_a_draft_model_is_converted(run: Run, tmp_path: Path) -> None:
     one_line_error(failed, 2, code="wrong_file")
 
 
+@pytest.mark.usefixtures("usual_costs")
 def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:
     result = run("prepare", "layerskip", str(model))
     assert result.exit_code == 1
