@@ -113,13 +113,14 @@ def decode(
     timer = RoundTimer()
     emitted_total = 0
     while not is_cancelled():
-        if emitted_total == max_tokens or target.free_tokens == 0:
+        free = target.free_tokens
+        if emitted_total == max_tokens or free == 0:
             yield Step((), 0, "length")
             return
         timer.start()
-        room = min(max_tokens - emitted_total - 1, target.free_tokens - 1)
+        room = min(max_tokens - emitted_total, free) - 1
         depth = min(draft_length, room)
-        width = min(max_width, target.free_tokens)
+        width = min(max_width, free)
         try:
             asked = drafter if depth > 0 and not first_logits else None
             tree = asked.propose(sampler, acceptance, depth) if asked else None
