@@ -116,15 +116,18 @@ def fetch(
         files = content.choose(repository, listed, quantisation)
         snapshot = repository_folder(repository) / "snapshots" / commit
         _check_disk(repository, [file for file in files if not (snapshot / file.name).exists()])
-        paths, finished_bytes = [], 0
+        paths: dict[HubFile, Path] = {}
+        finished_bytes = 0
         total_bytes = max(1, sum(file.size_bytes for file in files))
-        for file in files:
+        # Download a projector before its model, because a cached model without it counts as complete.
+        for file in sorted(files, key=is_gguf_model):
             report = partial(_report, progress, file, finished_bytes, total_bytes)
-            paths.append(_fetch_file(repository, file, commit, report))
+            paths[file] = _fetch_file(repository, file, commit, report)
             finished_bytes += file.size_bytes
+    first = paths[files[0]]
     if is_gguf_model(files[0]):
-        return paths[0]
-    folder = paths[0].parent
+        return first
+    folder = first.parent
     if missing := content.missing_from_folder(folder):
         raise DownloadError(
             f"{repository} is incomplete: it lacks {', '.join(missing[:3])}",

@@ -41,6 +41,12 @@ def partial_files(cache: Path) -> list[Path]:
     return list(cache.rglob("*.edgespec"))
 
 
+@pytest.fixture
+def without_projector(hub: StandInHub) -> None:
+    """Remove the projector, which is downloaded first, so that the first faults affect the model."""
+    del hub.files["mmproj-tiny-f16.gguf"]
+
+
 def test_the_default_quantisation_is_stored_in_the_shared_cache(hub: StandInHub, cache: Path) -> None:
     seen = Seen()
     path = fetch(REPOSITORY, None, progress=seen)
@@ -76,6 +82,14 @@ def test_an_incomplete_split_model_is_not_used_from_the_cache(hub: StandInHub) -
     assert (path.parent / "tiny-Q8_0-00002-of-00002.gguf").exists()
 
 
+def test_an_interrupted_download_of_a_projector_is_resumed(hub: StandInHub) -> None:
+    with raises(CancelledError, "mmproj"):
+        fetch(REPOSITORY, None, progress=lambda what, _: "mmproj" not in what)
+    projector = fetch(REPOSITORY, None).with_name("mmproj-tiny-f16.gguf")
+    assert projector.read_bytes() == hub.files[projector.name]
+
+
+@pytest.mark.usefixtures("without_projector")
 def test_a_lost_connection_is_resumed(hub: StandInHub) -> None:
     hub.cut_after_bytes = [600_000, 300_000]
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
@@ -83,6 +97,7 @@ def test_a_lost_connection_is_resumed(hub: StandInHub) -> None:
     assert "bytes=0-" not in hub.ranges
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_connection_that_is_lost_repeatedly_fails_and_resumes_later(hub: StandInHub, cache: Path) -> None:
     hub.cut_after_bytes = [600_000, *[0] * 6]
     with raises(DownloadError, "6 times", code="download_interrupted"):
@@ -94,6 +109,7 @@ def test_a_connection_that_is_lost_repeatedly_fails_and_resumes_later(hub: Stand
     assert hub.ranges == [f"bytes={kept}-"]
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     hub.stall_after_bytes = [600_000]
@@ -102,6 +118,7 @@ def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.Mo
     assert taken_up != "bytes=0-"
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_redirect_does_not_forward_the_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub redirects to a server for large files, which must not get the token."""
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -143,6 +160,7 @@ def test_a_complete_partial_file_is_verified_and_used(hub: StandInHub, cache: Pa
     assert not any(Q4 in request for request in fetched)
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_killed_download_is_resumed_later(hub: StandInHub, cache: Path) -> None:
     hub.stall_after_bytes = [600_000]
     code = f"from edgespec.store.download import fetch; fetch({REPOSITORY!r}, None)"
