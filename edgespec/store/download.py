@@ -221,10 +221,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
         parent.mkdir(parents=True, exist_ok=True)
     # Other programs take the same lock, so only one of them downloads the file at a time.
     with FileLock(lock, timeout=_LOCK_SECONDS):
-        if not blob.exists():
-            partial_file = blob.with_name(f"{etag}.edgespec")
-            _stream(url, partial_file, metadata.size or file.size_bytes, etag, report)
-            partial_file.replace(blob)
+        # Where links are not possible, the pointer is the file itself, and there is no blob.
         if not pointer.exists():
             _link(blob, pointer)
     with replace_when_written(folder / "refs" / "main") as ref:

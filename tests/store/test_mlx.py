@@ -220,6 +220,20 @@ class TestDownload:
         assert mlx_hub.ranges == [f"bytes={kept}-"]
         assert f"GET /{REPOSITORY}/resolve/{COMMIT}/{FIRST}" not in mlx_hub.requests
 
+    def test_a_cache_without_links_is_resumed(
+        self, mlx_hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, "not supported")
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+        with pytest.raises(CancelledError):
+            fetch(REPOSITORY, None, progress=lambda what, _: SECOND not in what)
+        mlx_hub.requests.clear()
+        assert not missing_files(fetch(REPOSITORY, None))
+        assert f"GET /{REPOSITORY}/resolve/{COMMIT}/{FIRST}" not in mlx_hub.requests
+        assert not list(cache.glob("models--*/blobs/*"))
+
     def test_a_cached_model_without_a_file_is_downloaded_again(self, mlx_hub: StandInHub) -> None:
         folder = fetch(REPOSITORY, None)
         (folder / SECOND).resolve().unlink()
