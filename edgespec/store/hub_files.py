@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
@@ -66,10 +66,12 @@ class HubFile:
     Attributes:
         name: Path within the repository.
         size_bytes: File size. 0 if unknown.
+        etag: Checksum that names the file's content in the Hugging Face cache. Empty if unknown.
     """
 
     name: str
     size_bytes: int = 0
+    etag: str = field(default="", compare=False)
 
     @property
     def stem(self) -> str:

@@ -9,7 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +23,21 @@ from filelock import FileLock
 from huggingface_hub import constants, try_to_load_from_cache
 
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
+from edgespec.store import download
 from edgespec.store.download import fetch
+from edgespec.system.files import replace_when_written
 from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
 Q4 = "tiny-Q4_K_M.gguf"
+
+
+class Usage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 class Seen:
@@ -262,15 +277,23 @@ def test_no_download_unless_allowed(hub: StandInHub) -> None:
 
 
 def test_disk_space_is_checked_before_the_download(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage(NamedTuple):
-        total: int
-        used: int
-        free: int
-
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
     with raises(DownloadError, "1.0 MiB", "1.0 KiB", code="disk_full"):
         fetch(REPOSITORY, None)
     assert not any("resolve" in request for request in hub.requests)
+
+
+@pytest.mark.usefixtures("without_projector")
+def test_a_partial_file_of_another_quantisation_saves_no_disk_space(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 100_000))
+    with raises(DownloadError, "781 KiB", code="disk_full"):
+        fetch(REPOSITORY, "Q8_0")
+    # The rest of the first file fits.
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
 def test_a_file_size_limit_keeps_the_partial_file(hub: StandInHub, cache: Path) -> None:
@@ -295,6 +318,53 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
     shutil.rmtree(next(cache.glob("models--*")))
     with FileLock(lock), raises(DownloadError, code="file_in_use"):
         fetch(REPOSITORY, None)
+
+
+@pytest.mark.usefixtures("without_projector")
+def test_downloads_from_one_repository_take_turns_to_write_its_ref(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[Path] = []
+    together = threading.Event()
+
+    @contextmanager
+    def slow(path: Path) -> Iterator[Path]:
+        inside.append(path)
+        if len(inside) > 1:
+            together.set()
+        together.wait(0.2)  # Gives the other download time to arrive.
+        try:
+            with replace_when_written(path) as temporary:
+                yield temporary
+        finally:
+            inside.remove(path)
+
+    monkeypatch.setattr(download, "replace_when_written", slow)
+    monkeypatch.setattr(download, "_LOCK_SECONDS", 60)
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(partial(fetch, REPOSITORY), ["Q4_K_M", "Q8_0"]))
+    assert not together.is_set()
+    assert all(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("name", ["../../../../out", "{folder}/out", r"..\out", "C:out", r"C:\out"])
+def test_file_names_that_lead_out_of_the_cache_are_ignored(
+    hub: StandInHub, tmp_path: Path, cache: Path, name: str
+) -> None:
+    hub.files = {f"{name.format(folder=tmp_path)}-Q4_K_M.gguf": b"GGUF"}
+    with raises(ModelNotFoundError, code="repository_unusable"):
+        fetch(REPOSITORY, None)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("etag", ["../../../out", "..", r"..\out", "C:out"])
+def test_checksums_that_lead_out_of_the_cache_are_refused(
+    hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch, etag: str
+) -> None:
+    monkeypatch.setattr("tests.store.stand_in_hub._etag", lambda _: etag)
+    with raises(DownloadError):
+        fetch(REPOSITORY, None)
+    assert not cache.exists()
 
 
 def test_a_server_that_is_not_a_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
