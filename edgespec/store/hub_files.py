@@ -224,7 +224,10 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
 
 
 def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return a head's files: GGUF files if any, otherwise the configuration followed by the weights.
+    """Return a head's files: GGUF files if any, otherwise the weights and the configuration.
+
+    The file without which a head is incomplete comes last, so that an interrupted download is resumed. This
+    is the configuration, except for Medusa and Hydra heads, where it is optional.
 
     Args:
         repository: `user/repo`, for error messages.
@@ -240,7 +243,8 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
     weights = head_weights(file.name for file in top_level)
     config = [file for file in top_level if file.name == "config.json"]
     if weights and (config or is_complete_without_config(weights)) and quantisation is None:
-        return [*config, *(file for file in top_level if file.name in weights)]
+        weight_files = [file for file in top_level if file.name in weights]
+        return [*config, *weight_files] if is_complete_without_config(weights) else [*weight_files, *config]
     if quantisation is not None:
         raise ModelNotFoundError(
             f"{repository} has no GGUF files, so {quantisation} is not available",

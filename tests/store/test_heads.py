@@ -223,6 +223,28 @@ class TestDownloads:
             resolve_head(REPOSITORY, progress=lambda *_: False)
         assert resolve_head(REPOSITORY).path.is_dir()
 
+    @pytest.mark.usefixtures("published")
+    def test_a_head_in_two_files_is_resumed(self, hub: StandInHub) -> None:
+        data = hub.files.pop("model.safetensors")
+        first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+        hub.files |= {first: data, second: data + b" "}
+        with pytest.raises(CancelledError):
+            resolve_head(REPOSITORY, progress=lambda what, _: second not in what)
+        folder = resolve_head(REPOSITORY).path
+        assert {path.name for path in folder.iterdir()} == {"config.json", first, second}
+
+    def test_the_settings_of_medusa_heads_are_downloaded_before_the_weights(
+        self, hub: StandInHub, tmp_path: Path
+    ) -> None:
+        """The weights alone count as complete, but the settings can say which hidden state they read."""
+        layout = Layout("medusa", ".pt", config=False)
+        head = write_heads(tmp_path / "head", layout, random_arrays(layout, 32, VOCAB))
+        hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
+        hub.files["config.json"] = b'{"hidden_state_offset": 1}'
+        with pytest.raises(CancelledError):
+            resolve_head(REPOSITORY, progress=lambda what, _: "medusa" not in what)
+        assert {path.name for path in resolve_head(REPOSITORY).path.iterdir()} == set(hub.files)
+
     @pytest.mark.parametrize("method", ["eagle", "medusa"])
     def test_a_pickled_head_is_downloaded(
         self, hub: StandInHub, folder: Path, tmp_path: Path, method: str
