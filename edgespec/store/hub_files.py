@@ -345,10 +345,10 @@ def _snapshot_models(
         names += [repository] if len(models) == 1 else []
         names += [*(f"hf:{name}" for name in names), f"hf:{repository}:{first.name}"]
         yield StoredModel("hub", tuple(names), snapshot / first.name)
-    if not models and "" not in seen and (snapshot / "config.json").is_file():
+    has_config = (snapshot / "config.json").is_file()
+    if not models and "" not in seen and has_config and _is_complete_folder(snapshot, missing_files):
         seen.add("")
-        if _is_complete_folder(snapshot, missing_files):
-            yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
+        yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
 
 
 def _is_complete_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]) -> bool:

@@ -267,6 +267,12 @@ class TestHubCache:
         for reference, (path, _) in found.items():
             assert resolve(reference, allow_download=False).path == path
 
+    def test_an_incomplete_update_does_not_hide_a_model(self, cache: Path) -> None:
+        folder = add_to_hub(cache, "mlx-community/Two", *MLX.iterdir())
+        add_to_hub(cache, "mlx-community/Two", MLX / "config.json", commit="2" * 40)
+        assert [model.path for model in find_installed().models] == [folder]
+        assert resolve("mlx-community/Two", allow_download=False).path == folder
+
     def test_embedding_models_and_partial_downloads_are_left_out(self, cache: Path, tmp_path: Path) -> None:
         config = {"model_type": "bert", "architectures": ["BertModel"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
