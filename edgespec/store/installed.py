@@ -22,12 +22,20 @@ from edgespec.model.registry import format_of, same_backend
 from edgespec.model.token_list import TokenList
 from edgespec.model.trial_load import TrialModel, why_refused
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
-from edgespec.store.hub_files import best_projector, hub_cache_folder, hub_models
-from edgespec.store.lmstudio import lmstudio_models
+from edgespec.store.hub_files import (
+    HubFile,
+    best_projector,
+    hub_cache_folder,
+    hub_models,
+    is_gguf_model,
+    is_projector,
+    snapshot_folder,
+)
+from edgespec.store.lmstudio import lmstudio_models, lmstudio_repository
 from edgespec.store.ollama import ollama_models
 from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared
 from edgespec.store.reference import Resolved, Source, resolve
-from edgespec.store.stored_models import StoredModel
+from edgespec.store.stored_models import REPOSITORY_DEPTH, EntryBudget, StoredModel, files_below
 from edgespec.system.facts import Facts
 from edgespec.system.files import delete_files, error_reason, write_advice
 
@@ -41,6 +49,7 @@ __all__ = [
     "loaded_bytes",
     "model_info",
     "model_info_or_none",
+    "model_repository",
     "plan_removal",
     "read_model_info",
     "recommended_sampling",
@@ -327,21 +336,30 @@ def files_fingerprint(path: Path, form: ModelFormat) -> str:
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
 
 
+def model_repository(path: Path) -> Path | None:
+    """Return the folder with all files of the repository that a model's file is from.
+
+    Returns None if the file is neither in a Hugging Face cache nor in LM Studio.
+    """
+    return snapshot_folder(path) or lmstudio_repository(path)
+
+
 def find_projector(model: Resolved) -> Path | None:
     """Return the projector that is stored with a model, or None.
 
-    Ollama stores the projector as part of the model. LM Studio and the Hugging Face cache store it in the
-    same folder as the model's file.
+    Ollama stores the projector as part of the model. Other projectors are in the folder of the model's file,
+    or elsewhere in its repository in LM Studio or the Hugging Face cache.
     """
     if model.projector:
         return model.projector
     info = model_info_or_none(model)
-    folder = model.path.parent
-    names: list[str] = []
-    with suppress(OSError):
-        names = [path.name for path in folder.iterdir()]
+    repository = model_repository(model.path)
+    folder = repository or model.path.parent
+    files = files_below(folder, REPOSITORY_DEPTH if repository else 0, EntryBudget())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    own_name = model.path.relative_to(folder).as_posix()
     # A folder can also contain other models' projectors, so check the size.
-    while info and (name := best_projector(names, model.path.name)):
+    while info and (name := best_projector(names, own_name)):
         with suppress(ModelFileError):
             if read_projector(folder / name).hidden_size == info.hidden_size:
                 return folder / name

@@ -65,6 +65,16 @@ class TestBesideTheTarget:
         assert option.is_usable
         assert option.size_bytes == (folder / "eagle3-target.gguf").stat().st_size
 
+    def test_a_head_at_the_top_of_a_repository_is_found_for_a_model_in_a_subfolder(
+        self, folder: Path, cache: Path, tmp_path: Path
+    ) -> None:
+        head = write_eagle(tmp_path / "eagle3.gguf", layers=(0, 1, 2))
+        snapshot = add_to_hub(cache, "maker/One-GGUF", head)
+        (snapshot / "Q8_0").mkdir()
+        shutil.copy(folder / "target.gguf", snapshot / "Q8_0" / "one-Q8_0.gguf")
+        target = resolve("hf:maker/One-GGUF:Q8_0", allow_download=False)
+        assert [option.reference for option in head_options(target)] == [str(snapshot / head.name)]
+
     def test_heads_for_other_targets_and_damaged_ones_are_left_out(self, folder: Path) -> None:
         write_eagle(folder / "eagle3-size.gguf", layers=(0, 1, 2), size=16)
         write_eagle(folder / "eagle3-vocab.gguf", layers=(0, 1, 2), vocab=100)
