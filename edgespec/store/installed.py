@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.projector import read_projector
+from edgespec.model.heads.mtp_files import mtp_files
 from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.registry import format_of, same_backend
 from edgespec.model.token_list import TokenList
@@ -390,8 +391,10 @@ class RemovalPlan:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
+                # Delete the folders that are now empty.
                 with suppress(OSError):
-                    link.parent.rmdir()
+                    for folder in link.parents:
+                        folder.rmdir()
         except OSError as error:
             raise ModelFileError(
                 f"{self.links[0]} cannot be deleted: {error_reason(error)}",
@@ -412,9 +415,11 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
         raise OptionError(f"cannot remove {resolved.name}: {reason}", hint)
     cache = hub_cache_folder().resolve()
     if resolved.path.is_dir():
-        links = sorted(path for path in resolved.path.iterdir() if path.is_file())
+        files = {*resolved.path.iterdir(), *mtp_files(resolved.path)}
+        links = sorted(path for path in files if path.is_file())
     else:
-        links = gguf_files(resolved.path)
+        parts = gguf_files(resolved.path)
+        links = [*parts, *_unused_projectors(resolved.path, parts)]
     repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):
         raise OptionError(
@@ -433,6 +438,31 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
             "delete the model yourself",
         )
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))
+
+
+def _unused_projectors(model: Path, removed: Sequence[Path]) -> list[Path]:
+    """Return the projectors in a model's snapshot, unless other models in the snapshot can use them.
+
+    Args:
+        model: The model's file.
+        removed: The files that will be removed.
+    """
+    snapshot = snapshot_folder(model)
+    if snapshot is None:
+        return []
+    files = [path for path in files_below(snapshot, REPOSITORY_DEPTH, EntryBudget()) if path not in removed]
+    models = (path for path in files if is_gguf_model(HubFile(path.name)))
+    if any(map(_can_use_projector, models)):
+        return []
+    return [path for path in files if is_projector(path.name)]
+
+
+def _can_use_projector(file: Path) -> bool:
+    """Return whether a GGUF file is not a head. Unreadable files are assumed to be models."""
+    try:
+        return model_info(file, "gguf").kind != "head"
+    except ModelFileError:
+        return True
 
 
 class RecommendedSetting(NamedTuple):
