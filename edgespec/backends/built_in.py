@@ -21,7 +21,7 @@ from edgespec.model.formats.gguf_metadata import (
 )
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
-from edgespec.model.heads.mtp_files import MTP_MODELS
+from edgespec.model.heads.mtp_files import MTP_MODELS, mtp_files
 from edgespec.model.model_facts import Adapter, PassWeights
 from edgespec.model.registry import (
     Backend,
@@ -30,6 +30,7 @@ from edgespec.model.registry import (
     FileFormat,
     HeadNetwork,
     HeadSupport,
+    all_files,
 )
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 
@@ -332,6 +333,7 @@ _MLX = FileFormat(
     open_estimator=_estimate_mlx,
     read_info=read_mlx_info,
     read_tokens=tokens_of_folder,
+    named_files=lambda folder: sorted({*all_files(folder), *mtp_files(folder)}),
     missing_files=missing_files,
     check_adapters=check_mlx_adapters,
     online_training=True,

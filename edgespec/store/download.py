@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from edgespec.errors import (
@@ -116,15 +116,18 @@ def fetch(
         files = content.choose(repository, listed, quantisation)
         snapshot = repository_folder(repository) / "snapshots" / commit
         _check_disk(repository, [file for file in files if not (snapshot / file.name).exists()])
-        paths, finished_bytes = [], 0
+        paths: dict[HubFile, Path] = {}
+        finished_bytes = 0
         total_bytes = max(1, sum(file.size_bytes for file in files))
-        for file in files:
+        # Download a projector before its model, because a cached model without it counts as complete.
+        for file in sorted(files, key=is_gguf_model):
             report = partial(_report, progress, file, finished_bytes, total_bytes)
-            paths.append(_fetch_file(repository, file, commit, report))
+            paths[file] = _fetch_file(repository, file, commit, report)
             finished_bytes += file.size_bytes
+    first = paths[files[0]]
     if is_gguf_model(files[0]):
-        return paths[0]
-    folder = paths[0].parent
+        return first
+    folder = first.parent
     if missing := content.missing_from_folder(folder):
         raise DownloadError(
             f"{repository} is incomplete: it lacks {', '.join(missing[:3])}",
@@ -161,13 +164,25 @@ def list_repository(repository: str) -> tuple[str, list[HubFile]]:
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, files_metadata=True)
-    return info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
+    files = [
+        HubFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "")
+        for file in info.siblings or ()
+    ]
+    return info.sha or "", [file for file in files if _stays_inside(file.name)]
+
+
+def _stays_inside(name: str) -> bool:
+    """Return whether a relative path from the hub stays in the folder that it is joined to, on any system."""
+    path = PureWindowsPath(name)  # Windows paths can also be separated by slashes.
+    return not path.anchor and ".." not in path.parts
 
 
 def _check_disk(repository: str, files: list[HubFile]) -> None:
-    cache = hub_cache_folder()
-    partial_files = (repository_folder(repository) / "blobs").glob("*.edgespec")
-    needed_bytes = sum(file.size_bytes for file in files) - sum(path.stat().st_size for path in partial_files)
+    cache, blobs = hub_cache_folder(), repository_folder(repository) / "blobs"
+    needed_bytes = 0
+    for file in files:
+        partial_file = blobs / f"{file.etag}.edgespec"
+        needed_bytes += file.size_bytes - (partial_file.stat().st_size if partial_file.exists() else 0)
     free_bytes = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if needed_bytes > free_bytes:
         raise DownloadError(
@@ -205,7 +220,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     url = hf_hub_url(repository, file.name, revision=revision or None)
     metadata = get_hf_file_metadata(url)
     etag, commit = metadata.etag, metadata.commit_hash
-    if not etag or not commit:
+    if not etag or not commit or not _stays_inside(etag) or not _stays_inside(commit):
         raise DownloadError(
             f"{constants.ENDPOINT} does not seem to be a Hugging Face server",
             "check HF_ENDPOINT and your proxy settings",
@@ -218,13 +233,16 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
         parent.mkdir(parents=True, exist_ok=True)
     # Other programs take the same lock, so only one of them downloads the file at a time.
     with FileLock(lock, timeout=_LOCK_SECONDS):
-        if not blob.exists():
-            partial_file = blob.with_name(f"{etag}.edgespec")
-            _stream(url, partial_file, metadata.size or file.size_bytes, etag, report)
-            partial_file.replace(blob)
+        # Where links are not possible, the pointer is the file itself, and there is no blob.
         if not pointer.exists():
+            if not blob.exists():
+                partial_file = blob.with_name(f"{etag}.edgespec")
+                _stream(url, partial_file, metadata.size or file.size_bytes, etag, report)
+                partial_file.replace(blob)
             _link(blob, pointer)
-    with replace_when_written(folder / "refs" / "main") as ref:
+    # Downloads of other files in this repository write the same ref.
+    main = folder / "refs" / "main"
+    with FileLock(lock.with_name("refs"), timeout=_LOCK_SECONDS), replace_when_written(main) as ref:
         ref.write_text(commit, encoding="utf-8")
     return pointer
 

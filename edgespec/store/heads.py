@@ -34,7 +34,7 @@ from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.download import HEAD, Progress, fetch
 from edgespec.store.hub_files import cached_model, hub_name
-from edgespec.store.installed import model_info_or_none, read_model_info
+from edgespec.store.installed import model_info_or_none, model_repository, read_model_info
 from edgespec.store.prepared.head import convert_once, converted_path
 from edgespec.store.reference import (
     Downloader,
@@ -196,14 +196,15 @@ def _other_head(refused: Resolved, target: Resolved) -> str:
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
-    """Yield files and folders with head-like names in or next to a model's folder."""
+    """Yield files and folders with head-like names in a model's folder, next to it or in its repository."""
     names = "|".join({*head_names(), *head_kinds()})
     is_sidecar = re.compile(rf"(?:{names})\d?(?:[-_.]|$)", re.IGNORECASE).match
-    for folder in (target, target.parent) if target.is_dir() else (target.parent,):
+    folders = (target, target.parent) if target.is_dir() else (target.parent, model_repository(target))
+    for folder in filter(None, dict.fromkeys(folders)):
         files = files_below(folder, 0, EntryBudget(_MAX_ENTRIES))
         yield from (path for path in files if path.suffix == ".gguf" and is_sidecar(path.name))
-        folders = folders_in(folder, EntryBudget(_MAX_ENTRIES))
-        yield from (path for path in folders if path != target and is_sidecar(path.name))
+        inner = folders_in(folder, EntryBudget(_MAX_ENTRIES))
+        yield from (path for path in inner if path != target and is_sidecar(path.name))
 
 
 def _installed(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.model.formats.mlx_files import (
@@ -23,7 +23,14 @@ from edgespec.model.formats.mlx_files import (
     missing_files,
 )
 from edgespec.model.heads.mtp_files import is_mtp_file
-from edgespec.store.stored_models import EntryBudget, StoredModel, files_below, folders_in, is_inside
+from edgespec.store.stored_models import (
+    REPOSITORY_DEPTH,
+    EntryBudget,
+    StoredModel,
+    files_below,
+    folders_in,
+    is_inside,
+)
 from edgespec.system.files import read_regular_file
 
 __all__ = [
@@ -38,9 +45,11 @@ __all__ = [
     "hub_models",
     "hub_name",
     "is_gguf_model",
+    "is_projector",
     "is_quantisation",
     "join_names",
     "repository_folder",
+    "snapshot_folder",
 ]
 
 _DEFAULT_QUANTISATION = "Q4_K_M"
@@ -53,7 +62,6 @@ _PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
-_MAX_DEPTH = 3
 _PREFIX = "models--"
 # Maximum size in bytes of a ref file, which contains only a commit hash.
 _MAX_REF_BYTES = 1000
@@ -66,10 +74,12 @@ class HubFile:
     Attributes:
         name: Path within the repository.
         size_bytes: File size. 0 if unknown.
+        etag: Checksum that names the file's content in the Hugging Face cache. Empty if unknown.
     """
 
     name: str
     size_bytes: int = 0
+    etag: str = field(default="", compare=False)
 
     @property
     def stem(self) -> str:
@@ -169,24 +179,36 @@ def is_gguf_model(file: HubFile) -> bool:
     return name.endswith(".gguf") and "mmproj" not in name and "imatrix" not in name
 
 
+def is_projector(name: str) -> bool:
+    """Return whether a file is a projector, judging by its name, which contains `mmproj`."""
+    bare = name.rsplit("/", 1)[-1].lower()
+    return bare.endswith(".gguf") and "mmproj" in bare
+
+
 def best_projector(names: Iterable[str], model: str) -> str | None:
     """Return the name of the best projector for the file `model`, or None.
 
-    Projectors have `mmproj` in their names. The best one shares the longest prefix with the
-    model's name. Ties are broken by data type.
-    """
+    The best one is in the model's folder, or else in the nearest folder above it, or else anywhere. Among
+    several in the same place, it is the one that shares the longest prefix with the model's name. Ties are
+    broken by data type.
 
-    def rank(name: str) -> tuple[int, int, str]:
+    Args:
+        names: Names of files, or their paths within the repository.
+        model: The model's file, relative to the same folder.
+    """
+    folders = list(PurePosixPath(model).parents)
+
+    def rank(name: str) -> tuple[int, int, int, str]:
+        folder = PurePosixPath(name).parent
+        distance = folders.index(folder) if folder in folders else len(folders)
         bare = name.lower().rsplit("/", 1)[-1].replace("mmproj", "").strip("-_.")
         pairs = zip(bare, model.lower().rsplit("/", 1)[-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         kind = HubFile(name).quantisation.replace("FP", "F")
         known = kind in _PROJECTOR_TYPES
-        return -shared, _PROJECTOR_TYPES.index(kind) if known else len(_PROJECTOR_TYPES), name
+        return distance, -shared, _PROJECTOR_TYPES.index(kind) if known else len(_PROJECTOR_TYPES), name
 
-    files = (name for name in names if name.lower().endswith(".gguf"))
-    projectors = [name for name in files if "mmproj" in name.lower().rsplit("/", 1)[-1]]
-    return min(projectors, key=rank, default=None)
+    return min(filter(is_projector, names), key=rank, default=None)
 
 
 def group_gguf_files(files: Iterable[HubFile]) -> list[list[HubFile]]:
@@ -222,7 +244,10 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
 
 
 def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return a head's files: GGUF files if any, otherwise the configuration followed by the weights.
+    """Return a head's files: GGUF files if any, otherwise the weights and the configuration.
+
+    The file without which a head is incomplete comes last, so that an interrupted download is resumed. This
+    is the configuration, except for Medusa and Hydra heads, where it is optional.
 
     Args:
         repository: `user/repo`, for error messages.
@@ -238,7 +263,8 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
     weights = head_weights(file.name for file in top_level)
     config = [file for file in top_level if file.name == "config.json"]
     if weights and (config or is_complete_without_config(weights)) and quantisation is None:
-        return [*config, *(file for file in top_level if file.name in weights)]
+        weight_files = [file for file in top_level if file.name in weights]
+        return [*config, *weight_files] if is_complete_without_config(weights) else [*weight_files, *config]
     if quantisation is not None:
         raise ModelNotFoundError(
             f"{repository} has no GGUF files, so {quantisation} is not available",
@@ -263,6 +289,15 @@ def hub_cache_folder() -> Path:
 def repository_folder(repository: str) -> Path:
     """Return a repository's folder in the Hugging Face cache."""
     return hub_cache_folder() / f"{_PREFIX}{repository.replace('/', '--')}"
+
+
+def snapshot_folder(path: Path) -> Path | None:
+    """Return the snapshot in a Hugging Face cache that contains a file, or None."""
+    for folder in path.parents:
+        snapshots = folder.parent
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith(_PREFIX):
+            return folder
+    return None
 
 
 def cached_model(
@@ -319,7 +354,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
 
 def _gguf_files(folder: Path, snapshot: Path, budget: EntryBudget) -> list[HubFile]:
     """Return the GGUF files in a snapshot, which may be links to blobs. Unfinished downloads are left out."""
-    files = files_below(snapshot, _MAX_DEPTH, budget, inside=folder)
+    files = files_below(snapshot, REPOSITORY_DEPTH, budget, inside=folder)
     return [
         HubFile(file.relative_to(snapshot).as_posix()) for file in files if file.suffix.lower() == ".gguf"
     ]
@@ -339,10 +374,10 @@ def _snapshot_models(
         names += [repository] if len(models) == 1 else []
         names += [*(f"hf:{name}" for name in names), f"hf:{repository}:{first.name}"]
         yield StoredModel("hub", tuple(names), snapshot / first.name)
-    if not models and "" not in seen and (snapshot / "config.json").is_file():
+    has_config = (snapshot / "config.json").is_file()
+    if not models and "" not in seen and has_config and _is_complete_folder(snapshot, missing_files):
         seen.add("")
-        if _is_complete_folder(snapshot, missing_files):
-            yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
+        yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
 
 
 def _is_complete_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]) -> bool:

@@ -17,17 +17,26 @@ from typing import NamedTuple, TypeAlias
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.projector import read_projector
+from edgespec.model.heads.mtp_files import mtp_files
 from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.registry import format_of, same_backend
 from edgespec.model.token_list import TokenList
 from edgespec.model.trial_load import TrialModel, why_refused
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
-from edgespec.store.hub_files import best_projector, hub_cache_folder, hub_models
-from edgespec.store.lmstudio import lmstudio_models
+from edgespec.store.hub_files import (
+    HubFile,
+    best_projector,
+    hub_cache_folder,
+    hub_models,
+    is_gguf_model,
+    is_projector,
+    snapshot_folder,
+)
+from edgespec.store.lmstudio import lmstudio_models, lmstudio_repository
 from edgespec.store.ollama import ollama_models
 from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared
 from edgespec.store.reference import Resolved, Source, resolve
-from edgespec.store.stored_models import StoredModel
+from edgespec.store.stored_models import REPOSITORY_DEPTH, EntryBudget, StoredModel, files_below
 from edgespec.system.facts import Facts
 from edgespec.system.files import delete_files, error_reason, write_advice
 
@@ -41,6 +50,7 @@ __all__ = [
     "loaded_bytes",
     "model_info",
     "model_info_or_none",
+    "model_repository",
     "plan_removal",
     "read_model_info",
     "recommended_sampling",
@@ -327,21 +337,30 @@ def files_fingerprint(path: Path, form: ModelFormat) -> str:
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
 
 
+def model_repository(path: Path) -> Path | None:
+    """Return the folder with all files of the repository that a model's file is from.
+
+    Returns None if the file is neither in a Hugging Face cache nor in LM Studio.
+    """
+    return snapshot_folder(path) or lmstudio_repository(path)
+
+
 def find_projector(model: Resolved) -> Path | None:
     """Return the projector that is stored with a model, or None.
 
-    Ollama stores the projector as part of the model. LM Studio and the Hugging Face cache store it in the
-    same folder as the model's file.
+    Ollama stores the projector as part of the model. Other projectors are in the folder of the model's file,
+    or elsewhere in its repository in LM Studio or the Hugging Face cache.
     """
     if model.projector:
         return model.projector
     info = model_info_or_none(model)
-    folder = model.path.parent
-    names: list[str] = []
-    with suppress(OSError):
-        names = [path.name for path in folder.iterdir()]
+    repository = model_repository(model.path)
+    folder = repository or model.path.parent
+    files = files_below(folder, REPOSITORY_DEPTH if repository else 0, EntryBudget())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    own_name = model.path.relative_to(folder).as_posix()
     # A folder can also contain other models' projectors, so check the size.
-    while info and (name := best_projector(names, model.path.name)):
+    while info and (name := best_projector(names, own_name)):
         with suppress(ModelFileError):
             if read_projector(folder / name).hidden_size == info.hidden_size:
                 return folder / name
@@ -372,8 +391,10 @@ class RemovalPlan:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
+                # Delete the folders that are now empty.
                 with suppress(OSError):
-                    link.parent.rmdir()
+                    for folder in link.parents:
+                        folder.rmdir()
         except OSError as error:
             raise ModelFileError(
                 f"{self.links[0]} cannot be deleted: {error_reason(error)}",
@@ -394,9 +415,11 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
         raise OptionError(f"cannot remove {resolved.name}: {reason}", hint)
     cache = hub_cache_folder().resolve()
     if resolved.path.is_dir():
-        links = sorted(path for path in resolved.path.iterdir() if path.is_file())
+        files = {*resolved.path.iterdir(), *mtp_files(resolved.path)}
+        links = sorted(path for path in files if path.is_file())
     else:
-        links = gguf_files(resolved.path)
+        parts = gguf_files(resolved.path)
+        links = [*parts, *_unused_projectors(resolved.path, parts)]
     repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):
         raise OptionError(
@@ -415,6 +438,31 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
             "delete the model yourself",
         )
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))
+
+
+def _unused_projectors(model: Path, removed: Sequence[Path]) -> list[Path]:
+    """Return the projectors in a model's snapshot, unless other models in the snapshot can use them.
+
+    Args:
+        model: The model's file.
+        removed: The files that will be removed.
+    """
+    snapshot = snapshot_folder(model)
+    if snapshot is None:
+        return []
+    files = [path for path in files_below(snapshot, REPOSITORY_DEPTH, EntryBudget()) if path not in removed]
+    models = (path for path in files if is_gguf_model(HubFile(path.name)))
+    if any(map(_can_use_projector, models)):
+        return []
+    return [path for path in files if is_projector(path.name)]
+
+
+def _can_use_projector(file: Path) -> bool:
+    """Return whether a GGUF file is not a head. Unreadable files are assumed to be models."""
+    try:
+        return model_info(file, "gguf").kind != "head"
+    except ModelFileError:
+        return True
 
 
 class RecommendedSetting(NamedTuple):

@@ -13,12 +13,18 @@ from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.mlx_files import missing_files
 from edgespec.store.hub_files import HubFile, choose_files, group_gguf_files, join_names
-from edgespec.store.stored_models import EntryBudget, StoredModel, files_below, find_child, is_parent
+from edgespec.store.stored_models import (
+    REPOSITORY_DEPTH,
+    EntryBudget,
+    StoredModel,
+    files_below,
+    find_child,
+    is_parent,
+)
 from edgespec.system.files import home_folder, read_regular_file
 
-__all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
+__all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models", "lmstudio_repository"]
 
-_MAX_DEPTH = 3
 _CONFIG = "config.json"
 _MAX_SETTINGS_BYTES = 1 << 22
 
@@ -84,6 +90,15 @@ def lmstudio_models() -> Iterator[StoredModel]:
     yield from budget.notice("lmstudio")
 
 
+def lmstudio_repository(path: Path) -> Path | None:
+    """Return the repository folder in one of LM Studio's models folders that contains a file, or None."""
+    for root in _folders():
+        if path.is_relative_to(root):
+            depth = len(path.relative_to(root).parts)
+            return path.parents[depth - 3] if depth > 2 else None
+    return None
+
+
 def _stored(repository: _Repository) -> dict[str, StoredModel]:
     """Return the models in a repository folder, keyed by the name of their first file."""
     models, name = group_gguf_files(repository.files), repository.name
@@ -140,7 +155,7 @@ def _repository(name: str) -> Iterator[_Repository]:
         publisher_folder = find_child(root, publisher)
         folder = find_child(publisher_folder, repository) if publisher_folder else None
         if publisher_folder and folder and folder.is_dir() and not is_parent(folder, root):
-            found = files_below(folder, _MAX_DEPTH, EntryBudget())
+            found = files_below(folder, REPOSITORY_DEPTH, EntryBudget())
             files = [path.relative_to(folder).as_posix() for path in found]
             yield _read(folder, f"{publisher_folder.name}/{folder.name}", files)
 
@@ -153,7 +168,7 @@ def _repositories(budget: EntryBudget) -> Iterator[_Repository]:
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
         # Search each models folder in a single pass, so that the limit on entries covers all of it.
-        for path in files_below(root, _MAX_DEPTH + 2, budget):
+        for path in files_below(root, REPOSITORY_DEPTH + 2, budget):
             parts = path.relative_to(root).parts
             if len(parts) > 2 and (path.name == _CONFIG or path.name.lower().endswith(".gguf")):
                 files_by_name.setdefault("/".join(parts[:2]), []).append("/".join(parts[2:]))

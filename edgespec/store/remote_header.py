@@ -22,7 +22,7 @@ from edgespec.store.download import (
     translate_errors,
 )
 from edgespec.store.heads import resolve_head_with
-from edgespec.store.hub_files import HubFile, is_gguf_model
+from edgespec.store.hub_files import HubFile, is_gguf_model, repository_folder
 from edgespec.store.reference import Resolved, resolve_with
 
 __all__ = ["fetch_metadata", "resolve_head_metadata", "resolve_metadata"]
@@ -100,12 +100,13 @@ def fetch_metadata(
         commit, listed = list_repository(repository)
         chosen = content.choose(repository, listed, quantisation)
         files = [one for one in chosen if one.name.endswith((*_WITH_METADATA, *_WITHOUT_HEADER))]
-        target = folder / repository.replace("/", "--")
+        # Use the layout of the cache, in which other code finds the files that belong to a model.
+        target = folder / repository_folder(repository).name / "snapshots" / "main"
         for done, file in enumerate(files):
             if progress and not progress(f"reading metadata of {repository}", done / len(files)):
                 raise CancelledError(f"reading the metadata of {repository} was cancelled")
-            _write_header(repository, commit, file, target / Path(file.name).name)
-    return target / Path(files[0].name).name if is_gguf_model(files[0]) else target
+            _write_header(repository, commit, file, target / file.name)
+    return target / files[0].name if is_gguf_model(files[0]) else target
 
 
 def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:

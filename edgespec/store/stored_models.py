@@ -13,6 +13,7 @@ from typing import Literal
 from edgespec.store.catalogue import ModelFormat
 
 __all__ = [
+    "REPOSITORY_DEPTH",
     "EntryBudget",
     "Store",
     "StoredModel",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 Store = Literal["embedded", "ollama", "lmstudio", "hub"]
+# Maximum depth of the subfolders of a repository that are searched for models (chosen).
+REPOSITORY_DEPTH = 3
 # Maximum number of folder entries to read per store, which takes about a second. A larger folder is probably
 # an entire disk.
 _MAX_ENTRIES = 100_000

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from edgespec.store.catalogue import models_folder
+from edgespec.store.installed import plan_removal
+from edgespec.store.reference import resolve
+from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 from tests.store.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
@@ -172,6 +175,41 @@ class TestRemove:
         # The other one is in two snapshots: only the newer one's link goes.
         run("models", "remove", f"hf:maker/One-GGUF:{TARGET.name}", "--yes")
         assert json_of(run("models", "show", f"hf:maker/One-GGUF:{TARGET.name}", "--json"))["on_this_machine"]
+
+    def test_a_projector_goes_with_its_last_model(self, tmp_path: Path) -> None:
+        cache = tmp_path / "cache"
+        projector = tmp_path / "mmproj-f16.gguf"
+        projector.write_bytes(b"GGUF projector")
+        head = write_eagle(tmp_path / "eagle3.gguf", layers=(0, 1, 2))
+        snapshot = add_to_hub(cache, "maker/Seer-GGUF", TARGET, projector, head)
+        (snapshot / "sub").mkdir()
+        add_to_hub(cache, "maker/Seer-GGUF", DRAFT)
+        (snapshot / "sub" / DRAFT.name).symlink_to((snapshot / DRAFT.name).resolve())
+        (snapshot / DRAFT.name).unlink()
+
+        def remove(file: str) -> int:
+            return plan_removal(resolve(f"hf:maker/Seer-GGUF:{file}", allow_download=False)).execute()
+
+        assert remove(TARGET.name) == TARGET.stat().st_size
+        assert (snapshot / projector.name).exists()
+        assert remove(DRAFT.name) == DRAFT.stat().st_size + projector.stat().st_size
+        assert remove(head.name) == head.stat().st_size
+        assert [path.name for path in cache.rglob("*") if path.is_file()] == ["main"]
+        assert not snapshot.exists()
+
+    @pytest.mark.parametrize("name", ["mtp/weights.safetensors", "zoo/mtp.safetensors"])
+    def test_separate_mtp_layers_go_with_their_model(self, tmp_path: Path, name: str) -> None:
+        cache = tmp_path / "cache"
+        layers = tmp_path / "layers"
+        layers.write_bytes(b"layers")
+        model = models_folder() / "demo-mlx-draft"
+        snapshot = add_to_hub(cache, "maker/One", *model.iterdir(), layers)
+        (snapshot / name).parent.mkdir()
+        (snapshot / name).symlink_to((snapshot / "layers").resolve())
+        (snapshot / "layers").unlink()
+        plan_removal(resolve("hf:maker/One", allow_download=False)).execute()
+        assert [path.name for path in cache.rglob("*") if path.is_file()] == ["main"]
+        assert not snapshot.exists()
 
     @pytest.mark.long
     @pytest.mark.parametrize(

@@ -22,6 +22,14 @@ def _etag(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+def _listed(name: str, data: bytes) -> dict[str, Any]:
+    """Return a file's entry in the list of a repository's files. Large files are stored with Git LFS."""
+    entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _etag(data)}
+    if len(data) > 1000:
+        entry |= {"blobId": "0" * 40, "lfs": {"size": len(data), "sha256": _etag(data), "pointerSize": 130}}
+    return entry
+
+
 @dataclass
 class StandInHub:
     """The files and the simulated faults of the server. `requests` lists the requested paths."""
@@ -98,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = [each for each in hub.found if wanted.lower() in each["id"].lower()]
             self._send(json.dumps(found).encode(), {})
         elif path == f"/api/models/{REPOSITORY}":
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
+            siblings = [_listed(name, data) for name, data in hub.files.items()]
             self._send(json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode(), {})
         elif file := re.match(f"/{REPOSITORY}/resolve/(?:main|{COMMIT})/(.+)", path):
             if file.group(1) in hub.gone:

@@ -9,7 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +23,21 @@ from filelock import FileLock
 from huggingface_hub import constants, try_to_load_from_cache
 
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
+from edgespec.store import download
 from edgespec.store.download import fetch
+from edgespec.system.files import replace_when_written
 from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
 Q4 = "tiny-Q4_K_M.gguf"
+
+
+class Usage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 class Seen:
@@ -39,6 +54,12 @@ class Seen:
 
 def partial_files(cache: Path) -> list[Path]:
     return list(cache.rglob("*.edgespec"))
+
+
+@pytest.fixture
+def without_projector(hub: StandInHub) -> None:
+    """Remove the projector, which is downloaded first, so that the first faults affect the model."""
+    del hub.files["mmproj-tiny-f16.gguf"]
 
 
 def test_the_default_quantisation_is_stored_in_the_shared_cache(hub: StandInHub, cache: Path) -> None:
@@ -76,6 +97,14 @@ def test_an_incomplete_split_model_is_not_used_from_the_cache(hub: StandInHub) -
     assert (path.parent / "tiny-Q8_0-00002-of-00002.gguf").exists()
 
 
+def test_an_interrupted_download_of_a_projector_is_resumed(hub: StandInHub) -> None:
+    with raises(CancelledError, "mmproj"):
+        fetch(REPOSITORY, None, progress=lambda what, _: "mmproj" not in what)
+    projector = fetch(REPOSITORY, None).with_name("mmproj-tiny-f16.gguf")
+    assert projector.read_bytes() == hub.files[projector.name]
+
+
+@pytest.mark.usefixtures("without_projector")
 def test_a_lost_connection_is_resumed(hub: StandInHub) -> None:
     hub.cut_after_bytes = [600_000, 300_000]
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
@@ -83,6 +112,7 @@ def test_a_lost_connection_is_resumed(hub: StandInHub) -> None:
     assert "bytes=0-" not in hub.ranges
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_connection_that_is_lost_repeatedly_fails_and_resumes_later(hub: StandInHub, cache: Path) -> None:
     hub.cut_after_bytes = [600_000, *[0] * 6]
     with raises(DownloadError, "6 times", code="download_interrupted"):
@@ -94,6 +124,7 @@ def test_a_connection_that_is_lost_repeatedly_fails_and_resumes_later(hub: Stand
     assert hub.ranges == [f"bytes={kept}-"]
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     hub.stall_after_bytes = [600_000]
@@ -102,6 +133,7 @@ def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.Mo
     assert taken_up != "bytes=0-"
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_redirect_does_not_forward_the_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub redirects to a server for large files, which must not get the token."""
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -143,6 +175,7 @@ def test_a_complete_partial_file_is_verified_and_used(hub: StandInHub, cache: Pa
     assert not any(Q4 in request for request in fetched)
 
 
+@pytest.mark.usefixtures("without_projector")
 def test_a_killed_download_is_resumed_later(hub: StandInHub, cache: Path) -> None:
     hub.stall_after_bytes = [600_000]
     code = f"from edgespec.store.download import fetch; fetch({REPOSITORY!r}, None)"
@@ -244,15 +277,23 @@ def test_no_download_unless_allowed(hub: StandInHub) -> None:
 
 
 def test_disk_space_is_checked_before_the_download(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage(NamedTuple):
-        total: int
-        used: int
-        free: int
-
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
     with raises(DownloadError, "1.0 MiB", "1.0 KiB", code="disk_full"):
         fetch(REPOSITORY, None)
     assert not any("resolve" in request for request in hub.requests)
+
+
+@pytest.mark.usefixtures("without_projector")
+def test_a_partial_file_of_another_quantisation_saves_no_disk_space(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 100_000))
+    with raises(DownloadError, "781 KiB", code="disk_full"):
+        fetch(REPOSITORY, "Q8_0")
+    # The rest of the first file fits.
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
 def test_a_file_size_limit_keeps_the_partial_file(hub: StandInHub, cache: Path) -> None:
@@ -277,6 +318,53 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
     shutil.rmtree(next(cache.glob("models--*")))
     with FileLock(lock), raises(DownloadError, code="file_in_use"):
         fetch(REPOSITORY, None)
+
+
+@pytest.mark.usefixtures("without_projector")
+def test_downloads_from_one_repository_take_turns_to_write_its_ref(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[Path] = []
+    together = threading.Event()
+
+    @contextmanager
+    def slow(path: Path) -> Iterator[Path]:
+        inside.append(path)
+        if len(inside) > 1:
+            together.set()
+        together.wait(0.2)  # Gives the other download time to arrive.
+        try:
+            with replace_when_written(path) as temporary:
+                yield temporary
+        finally:
+            inside.remove(path)
+
+    monkeypatch.setattr(download, "replace_when_written", slow)
+    monkeypatch.setattr(download, "_LOCK_SECONDS", 60)
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(partial(fetch, REPOSITORY), ["Q4_K_M", "Q8_0"]))
+    assert not together.is_set()
+    assert all(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("name", ["../../../../out", "{folder}/out", r"..\out", "C:out", r"C:\out"])
+def test_file_names_that_lead_out_of_the_cache_are_ignored(
+    hub: StandInHub, tmp_path: Path, cache: Path, name: str
+) -> None:
+    hub.files = {f"{name.format(folder=tmp_path)}-Q4_K_M.gguf": b"GGUF"}
+    with raises(ModelNotFoundError, code="repository_unusable"):
+        fetch(REPOSITORY, None)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("etag", ["../../../out", "..", r"..\out", "C:out"])
+def test_checksums_that_lead_out_of_the_cache_are_refused(
+    hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch, etag: str
+) -> None:
+    monkeypatch.setattr("tests.store.stand_in_hub._etag", lambda _: etag)
+    with raises(DownloadError):
+        fetch(REPOSITORY, None)
+    assert not cache.exists()
 
 
 def test_a_server_that_is_not_a_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,16 @@ class TestBesideTheTarget:
         assert option.is_usable
         assert option.size_bytes == (folder / "eagle3-target.gguf").stat().st_size
 
+    def test_a_head_at_the_top_of_a_repository_is_found_for_a_model_in_a_subfolder(
+        self, folder: Path, cache: Path, tmp_path: Path
+    ) -> None:
+        head = write_eagle(tmp_path / "eagle3.gguf", layers=(0, 1, 2))
+        snapshot = add_to_hub(cache, "maker/One-GGUF", head)
+        (snapshot / "Q8_0").mkdir()
+        shutil.copy(folder / "target.gguf", snapshot / "Q8_0" / "one-Q8_0.gguf")
+        target = resolve("hf:maker/One-GGUF:Q8_0", allow_download=False)
+        assert [option.reference for option in head_options(target)] == [str(snapshot / head.name)]
+
     def test_heads_for_other_targets_and_damaged_ones_are_left_out(self, folder: Path) -> None:
         write_eagle(folder / "eagle3-size.gguf", layers=(0, 1, 2), size=16)
         write_eagle(folder / "eagle3-vocab.gguf", layers=(0, 1, 2), vocab=100)
@@ -222,6 +232,28 @@ class TestDownloads:
         with pytest.raises(CancelledError):
             resolve_head(REPOSITORY, progress=lambda *_: False)
         assert resolve_head(REPOSITORY).path.is_dir()
+
+    @pytest.mark.usefixtures("published")
+    def test_a_head_in_two_files_is_resumed(self, hub: StandInHub) -> None:
+        data = hub.files.pop("model.safetensors")
+        first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+        hub.files |= {first: data, second: data + b" "}
+        with pytest.raises(CancelledError):
+            resolve_head(REPOSITORY, progress=lambda what, _: second not in what)
+        folder = resolve_head(REPOSITORY).path
+        assert {path.name for path in folder.iterdir()} == {"config.json", first, second}
+
+    def test_the_settings_of_medusa_heads_are_downloaded_before_the_weights(
+        self, hub: StandInHub, tmp_path: Path
+    ) -> None:
+        """The weights alone count as complete, but the settings can say which hidden state they read."""
+        layout = Layout("medusa", ".pt", config=False)
+        head = write_heads(tmp_path / "head", layout, random_arrays(layout, 32, VOCAB))
+        hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
+        hub.files["config.json"] = b'{"hidden_state_offset": 1}'
+        with pytest.raises(CancelledError):
+            resolve_head(REPOSITORY, progress=lambda what, _: "medusa" not in what)
+        assert {path.name for path in resolve_head(REPOSITORY).path.iterdir()} == set(hub.files)
 
     @pytest.mark.parametrize("method", ["eagle", "medusa"])
     def test_a_pickled_head_is_downloaded(

@@ -27,11 +27,13 @@ from edgespec.store.hub_files import HubFile, best_projector, group_gguf_files
 from edgespec.store.installed import RecommendedSetting, find_installed, find_projector, recommended_sampling
 from edgespec.store.lmstudio import lmstudio_models
 from edgespec.store.reference import Resolved, resolve
+from edgespec.store.remote_header import resolve_metadata
 from tests.backends.split_gguf import write_parts
 from tests.backends.tiny_models import write_llama
 from tests.backends.tiny_vision import VisionModel, write_vision_model
 from tests.raising import raises
 from tests.store.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
+from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
 DRAFT = models_folder() / "demo-draft-q8_0.gguf"
 MLX = models_folder() / "demo-mlx-draft"
@@ -267,6 +269,12 @@ class TestHubCache:
         for reference, (path, _) in found.items():
             assert resolve(reference, allow_download=False).path == path
 
+    def test_an_incomplete_update_does_not_hide_a_model(self, cache: Path) -> None:
+        folder = add_to_hub(cache, "mlx-community/Two", *MLX.iterdir())
+        add_to_hub(cache, "mlx-community/Two", MLX / "config.json", commit="2" * 40)
+        assert [model.path for model in find_installed().models] == [folder]
+        assert resolve("mlx-community/Two", allow_download=False).path == folder
+
     def test_embedding_models_and_partial_downloads_are_left_out(self, cache: Path, tmp_path: Path) -> None:
         config = {"model_type": "bert", "architectures": ["BertModel"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -402,6 +410,39 @@ def test_a_projector_next_to_the_model_is_found(files: VisionModel) -> None:
     assert find_projector(resolve(str(files.model))) == files.projector
 
 
+@pytest.mark.parametrize("place", ["", "mmproj"])
+def test_a_projector_elsewhere_in_the_repository_is_found(
+    files: VisionModel, cache: Path, lmstudio: Path, place: str
+) -> None:
+    for name, folder in {
+        "hf:maker/Seer-GGUF": add_to_hub(cache, "maker/Seer-GGUF"),
+        "lmstudio:someone/Seer-GGUF": lmstudio / "someone" / "Seer-GGUF",
+    }.items():
+        (folder / "Q8_0").mkdir(parents=True)
+        (folder / place).mkdir(exist_ok=True)
+        shutil.copy(files.model, folder / "Q8_0" / "seer-Q8_0.gguf")
+        shutil.copy(files.projector, folder / place)
+        found = resolve(f"{name}:Q8_0", allow_download=False)
+        assert find_projector(found) == folder / place / files.projector.name
+
+
+def test_a_plan_finds_a_projector_elsewhere_in_the_repository(
+    files: VisionModel, hub: StandInHub, tmp_path: Path
+) -> None:
+    hub.files = {
+        "Q8_0/seer-Q8_0.gguf": files.model.read_bytes(),
+        files.projector.name: files.projector.read_bytes(),
+    }
+    assert find_projector(resolve_metadata(f"{REPOSITORY}:Q8_0", tmp_path / "headers"))
+
+
+def test_a_projector_in_the_folder_above_a_file_of_the_user_is_ignored(files: VisionModel) -> None:
+    inner = files.model.parent / "inner"
+    inner.mkdir()
+    shutil.copy(files.model, inner)
+    assert find_projector(resolve(str(inner / files.model.name))) is None
+
+
 def test_a_folder_without_projectors_has_none(tmp_path: Path) -> None:
     assert find_projector(resolve(str(write_llama(tmp_path / "tiny.gguf")))) is None
 
@@ -420,6 +461,8 @@ def test_projectors_that_cannot_fit_are_skipped(files: VisionModel) -> None:
         (["mmproj-F32.gguf", "mmproj-F16.gguf", "mmproj-BF16.gguf"], "mmproj-F16.gguf"),
         (["mmproj-a-f32.gguf", "mmproj-b-f16.gguf"], "mmproj-a-f32.gguf"),
         (["a-mmproj-Q8_0.gguf", "mmproj.txt"], "a-mmproj-Q8_0.gguf"),
+        (["other/mmproj-a-f16.gguf", "mmproj-f32.gguf"], "mmproj-f32.gguf"),
+        (["mmproj-a-f16.gguf", "sub/mmproj-f32.gguf"], "sub/mmproj-f32.gguf"),
     ],
 )
 def test_the_best_projector_has_a_fitting_name_and_type(names: list[str], best: str | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 
@@ -26,7 +27,10 @@ from edgespec.store import download
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import fetch
 from edgespec.store.drafts import choose_draft
+from edgespec.store.installed import model_info
 from edgespec.store.reference import resolve
+from edgespec.store.remote_header import fetch_metadata
+from tests.model.heads.residual_files import write_arrays
 from tests.raising import raises
 from tests.store.stand_in_hub import COMMIT, REPOSITORY, StandInHub
 
@@ -183,6 +187,22 @@ class TestDownload:
         assert (found.path / name).read_bytes() == mlx_hub.files[name]
         assert (found.path / SECOND).exists()
 
+    @pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors", "optiq/mtp.safetensors"])
+    def test_a_plan_and_a_later_download_show_separate_mtp_layers(
+        self, mlx_hub: StandInHub, tmp_path: Path, name: str
+    ) -> None:
+        model = models_folder() / "demo-mlx-draft"
+        layers = write_arrays(tmp_path / "layers.safetensors", {"mtp.norm.weight": np.ones(4, np.float32)})
+        mlx_hub.files = {file.name: file.read_bytes() for file in model.iterdir()}
+        folder = fetch(REPOSITORY, None)
+        assert not model_info(folder, "mlx").heads
+        mlx_hub.files[name] = layers.read_bytes()
+        headers = fetch_metadata(REPOSITORY, None, folder=tmp_path / "headers", content=download.MODEL)
+        assert model_info(headers, "mlx").heads
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(layers, folder / name)
+        assert model_info(folder, "mlx").heads
+
     def test_a_cached_model_needs_no_network(
         self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -219,6 +239,20 @@ class TestDownload:
         assert not missing_files(fetch(REPOSITORY, None))
         assert mlx_hub.ranges == [f"bytes={kept}-"]
         assert f"GET /{REPOSITORY}/resolve/{COMMIT}/{FIRST}" not in mlx_hub.requests
+
+    def test_a_cache_without_links_is_resumed(
+        self, mlx_hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, "not supported")
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+        with pytest.raises(CancelledError):
+            fetch(REPOSITORY, None, progress=lambda what, _: SECOND not in what)
+        mlx_hub.requests.clear()
+        assert not missing_files(fetch(REPOSITORY, None))
+        assert f"GET /{REPOSITORY}/resolve/{COMMIT}/{FIRST}" not in mlx_hub.requests
+        assert not list(cache.glob("models--*/blobs/*"))
 
     def test_a_cached_model_without_a_file_is_downloaded_again(self, mlx_hub: StandInHub) -> None:
         folder = fetch(REPOSITORY, None)
