@@ -152,16 +152,18 @@ class PlainChat:
 
     def open(self, stored: StoredChat) -> SavedChat:
         """Open a saved chat, print its last reply, and return the saved chat. Raises ChatFileError."""
+        # If the last save failed, the file lacks the last messages.
+        unsaved = self.archive.unsaved_chat(stored.id)
         saved = self.archive.load_now(stored.id)
         settings, problems = accepted(saved.sampling)
-        self.current_chat = OpenChat.opened(saved, settings)
+        self.current_chat = unsaved or OpenChat.opened(saved, settings)
         self.stats = None
         for problem in problems:
             self.console.note(sentences("One setting in this chat was ignored", problem))
         self.console.note(f"Opened “{stored.title}”. Its last reply:")
         if (last := self.current_chat.last_reply) is not None:
             self.console.answer(last.content.strip())
-        if saved.unfinished:
+        if self.current_chat.unfinished:
             self.console.note("The last reply is unfinished. Type /continue to finish it.")
         elif last is not None and last.message.ended_early == "cancelled":
             self.console.note("This reply was stopped. Type /continue to finish it.")

@@ -52,17 +52,20 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
     """
 
     async def begin() -> None:
+        # If the last save failed, the file lacks the last messages.
+        unsaved = screen.archive.unsaved_chat(chat.id)
         try:
             saved = await screen.archive.load(chat.id)
         except ChatFileError as error:
             await screen.show_error(error)
             return
         settings, problems = accepted(saved.sampling)
-        await screen.show_chat(OpenChat.opened(saved, settings))
+        opened = unsaved or OpenChat.opened(saved, settings)
+        await screen.show_chat(opened)
         note, target = screen.transcript.note, screen.runtime.target.name
-        if saved.messages and saved.messages[-1].role == "user":
+        if opened.messages and opened.messages[-1].role == "user":
             await note("Your last message has no reply yet. Type /continue to get one.")
-        elif saved.unfinished:
+        elif opened.unfinished:
             await note("The last reply is unfinished. Type /continue to finish it.")
         for problem in problems:
             await note(sentences("One setting in this chat was ignored", problem))

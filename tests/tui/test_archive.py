@@ -131,6 +131,65 @@ async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
     archive.check_saved()
 
 
+@pytest.mark.parametrize("change", ["rename", "delete and restore"])
+async def test_changing_an_unsaved_chat_loses_no_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    chat, other = OpenChat(), OpenChat()
+    says(chat, "hello")
+    await archive.save(chat, "demo")
+    says(chat, "unsaved")
+
+    def full(path: Path, *payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.chat.store.write_private_file", full)
+        with raises(ChatFileError, "disk is", code="file_not_written"):
+            await archive.save(chat, "demo")
+    if change == "rename":
+        await archive.change(chat.id, title="another title", pinned=True)
+        assert store.list()[0].title == "another title"
+        assert store.list()[0].pinned
+    else:
+        await archive.hide(chat.id)
+        # Saving another chat does not bring the deleted one back.
+        says(other, "bye")
+        await archive.save(other, "demo")
+        assert [each.title for each in store.list()] == ["bye"]
+        archive.check_saved()
+        await archive.restore()
+    assert store.load(chat.id).messages == chat.messages
+    assert not archive.branched
+    archive.check_saved()
+
+
+async def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    chat, other = OpenChat(), OpenChat()
+    says(chat, "hello")
+    await archive.save(chat, "demo")
+
+    def full(path: Path, *payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.chat.store.write_private_file", full)
+        with raises(ChatFileError, "disk is", code="file_not_written"):
+            await archive.save(chat, "demo")
+    await archive.hide(chat.id)
+    await archive.finish_deletion(chat.id)
+    says(other, "bye")
+    await archive.save(other, "demo")
+    assert [each.title for each in store.list()] == ["bye"]
+
+
 @pytest.mark.long
 async def test_a_chat_that_is_too_long_takes_no_further_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

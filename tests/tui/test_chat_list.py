@@ -162,6 +162,26 @@ async def test_a_deletion_is_final_when_its_time_is_over(
         assert not list(d.app.store.folder.glob(".*.deleted"))
 
 
+async def test_undo_restores_what_was_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        for text in ("old", "/new", "new", "another"):
+            await d.say(text)
+        chat = d.chat.current_chat
+        await d.say("/delete")
+        assert len(chat.entries) == 2
+        await d.press("f2", "down", "delete")
+        await until(d.pilot, lambda: len(d.saved()) == 1, "the deletion")
+        d.chat.prompt.focus()
+        await d.say("/delete")
+        assert not chat.entries
+        await d.say("/undo")
+        assert d.chat.current_chat is chat
+        assert len(chat.entries) == 2
+        await d.say("/undo")
+        assert d.chat.current_chat.shown_title == "old"
+
+
 def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +207,7 @@ def test_files_that_are_no_chats_do_not_stop_the_deletion_of_chats(
     # The program deleted this one, and another program has put a folder in its place.
     (tmp_path / "two.json").mkdir()
     chats = Archive(ChatStore(tmp_path))
-    chats.hidden.append("two")
+    chats.hidden["two"] = 0.0
     monkeypatch.setattr(archive, "time", lambda: 1e10)
     with raises(ChatFileError, "two.json", code="file_not_written"):
         chats.finish_all_deletions()

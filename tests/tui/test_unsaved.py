@@ -41,6 +41,28 @@ class TestUnsaved:
             assert "Free some space" in d.transcript()
             assert "To save a copy elsewhere, type /export" in " ".join(d.transcript().split())
 
+    async def test_an_unsaved_chat_is_opened_with_all_its_messages(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(handle: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+            for text in ("one", "/new", "two", "/load one"):
+                await d.say(text)
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "fsync", full)
+                await d.say("unsaved")
+                await d.said("were not saved")
+                await d.say("/load two")
+                await d.said("two")
+                await d.say("/load one")
+                await d.said("unsaved")
+            await d.say("more")
+            chat = d.app.store.load(d.chat.current_chat.id)
+            assert [m.content for m in chat.messages if m.role == "user"] == ["one", "unsaved", "more"]
+            assert not d.app.archive.unsaved
+
     @pytest.mark.usefixtures("full_disk")
     def test_leaving_says_what_was_not_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         quoted = ("'a question'", tmp_path / "chats", "disk is full")

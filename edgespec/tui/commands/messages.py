@@ -70,7 +70,9 @@ def _delete(context: Context) -> Result:
 
 
 def _undo(context: Context) -> Result:
-    if context.archive.hidden:
+    chat_deleted_at = max(context.archive.hidden.values(), default=0.0)
+    messages_deleted_at = max(context.chat.deletion_times, default=0.0)
+    if chat_deleted_at > messages_deleted_at:
         return Action("restore_chat")
     if not context.chat.tree.deleted and not context.writing:
         return Nothing("There is nothing to restore", "/undo restores messages that you deleted with /delete")
