@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from edgespec.chat.message import Message, Role
-from edgespec.chat.saved_chat import MessageTree, SavedChat, chat_from_json, in_utc
+from edgespec.chat.saved_chat import MAX_SAVED_BYTES, MessageTree, SavedChat, chat_from_json, in_utc
 from edgespec.errors import ChatFileError
 from edgespec.system.files import error_reason, regular_file_bytes
 
@@ -112,9 +112,9 @@ class _Reader:
 
 # Maximum size of a file in bytes. Larger files are rejected without being read.
 _MAX_FILE_BYTES = 1 << 30
-# Maximum length of one chat in a file, in characters. Limits memory use to about 1 GiB, even if the file is
-# malicious.
-_MAX_CHAT_CHARACTERS = 1 << 25
+# Maximum length of one chat in a file, in characters. Every chat that edgespec can save can be exported and
+# imported again. Limits memory use to about 4 GiB, even if the file is malicious.
+_MAX_CHAT_CHARACTERS = MAX_SAVED_BYTES
 # Name of the file that contains the chats in the ZIP exports of ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}

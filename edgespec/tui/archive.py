@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +28,11 @@ REFUSALS = (CapabilityError, ContextFullError, OptionError, TemplateError)
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that are slow to save are saved less often.
 _MAX_SAVING_SHARE = 0.1
+
+
+def _saved_bytes(text: str) -> int:
+    """Return the size of `text` in a chat file. Other letters than ASCII and escaped ones take more bytes."""
+    return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 class Archive:
@@ -54,7 +60,9 @@ class Archive:
         """Raise OptionError if the chat is too long for another message or reply."""
         size_bytes = self.store.size_bytes(chat.id) if chat.id else 0
         files = turn.prompt[-1].files if turn.sent and turn.prompt else ()
-        added = len(turn.sent) + sum(len(file.text) for file in files)
+        added = sum(_saved_bytes(text) for text in (turn.sent, *(file.text for file in files)))
+        # Images are saved in base64, which has four characters for every three bytes.
+        added += sum(len(file.image.data) * 4 // 3 for file in files if file.image)
         if size_bytes + added > MAX_CHAT_BYTES:
             raise OptionError(
                 f"This chat takes up {format_bytes(size_bytes)}. With your message it would exceed"

@@ -10,9 +10,10 @@ from threading import Barrier
 
 import pytest
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import AttachedFile, Message
 from edgespec.chat.store import ChatStore
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
+from edgespec.model.image import Image
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 from tests.raising import raises
@@ -188,6 +189,25 @@ async def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
     says(other, "bye")
     await archive.save(other, "demo")
     assert [each.title for each in store.list()] == ["bye"]
+
+
+def test_images_count_towards_the_size_of_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.archive.MAX_CHAT_BYTES", 1000)
+    archive, chat = Archive(ChatStore(tmp_path)), OpenChat()
+    image = Image("photo.png", bytes(900), 1, 1, "PNG", 1)
+    turn = chat.send(Message("user", "?", files=(AttachedFile("photo.png", "", 1, image),)))
+    with raises(OptionError, "the maximum for a chat", code="chat_too_large"):
+        archive.check_size(chat, turn)
+
+
+def test_the_size_of_a_message_is_counted_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.archive.MAX_CHAT_BYTES", 1000)
+    archive, chat = Archive(ChatStore(tmp_path)), OpenChat()
+    with raises(OptionError, "the maximum for a chat", code="chat_too_large"):
+        archive.check_size(chat, chat.send(Message("user", "語" * 400)))
+    with raises(OptionError, "the maximum for a chat", code="chat_too_large"):
+        archive.check_size(chat, chat.send(Message("user", "\n" * 600)))
+    archive.check_size(chat, chat.send(Message("user", "x" * 900)))
 
 
 @pytest.mark.long
