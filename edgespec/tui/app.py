@@ -330,7 +330,8 @@ class ChatApp(App[None]):
         if switched.failure is None:
             note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
             # Do this before the chat handles input again, because the next command may change these options.
-            chat.models = references_after(chat.models, reference, changed)
+            chat.models = references_after(self._models, reference, changed)
+            chat.current_chat.models = chat.models
             chat.changed_load_options = changed or {}
             self.preferences.remember(chat.models, self._preferences_path)
         self._leaving = False

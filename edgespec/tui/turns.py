@@ -85,12 +85,14 @@ class TurnScreen(ChatView):
         self._notices = notices(runtime)
         self.chips.use_runtime(runtime)
         problem = ""
-        try:
-            if "method" in self.current_chat.settings:
-                runtime.method_for(str(self.current_chat.settings["method"]))
-        except OptionError as error:
-            problem = sentences("The setting `method` was removed", error.what)
-            del self.current_chat.settings["method"]
+        # New chats begin with `first_settings`.
+        for settings in (self.first_settings, self.current_chat.settings):
+            try:
+                if "method" in settings:
+                    runtime.method_for(str(settings["method"]))
+            except OptionError as error:
+                problem = sentences("The setting `method` was removed", error.what)
+                del settings["method"]
         await self._show_current_chat()
         if problem:
             await self.transcript.note(problem)
