@@ -43,7 +43,8 @@ async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
 async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = True) -> None:
     """Open a saved chat once the running reply has stopped, and load its own model if another one is loaded.
 
-    Shows an error if the chat's file is damaged.
+    If the chat is open already, and no other program has changed it, only the input gets the focus. Shows an
+    error if the chat's file is damaged.
 
     Args:
         screen: The chat screen.
@@ -76,6 +77,10 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
             switch = f"/model {saved.models.target}".rstrip()
             await note(f"This chat used {other}, and now uses {target}. Type {switch} to switch.")
 
+    current = screen.current_chat
+    if chat.id == current.id and current.saved_at is not None and chat.updated <= current.saved_at:
+        screen.prompt.focus()
+        return
     await screen.when_free(begin)
 
 

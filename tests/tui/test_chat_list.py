@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -160,6 +161,32 @@ async def test_a_deletion_is_final_when_its_time_is_over(
         await until(d.pilot, lambda: not d.saved(), "the deletion")
         await until(d.pilot, lambda: "prefix-cache" in deleted, "the end of the time for undo")
         assert not list(d.app.store.folder.glob(".*.deleted"))
+
+
+async def test_choosing_the_open_chat_does_not_stop_its_reply(tmp_path: Path) -> None:
+    gate = threading.Event()
+    async with driving(loading(ScriptedRuntime([Script(), Script(gate=gate)])), tmp_path) as d:
+        await d.say("first")
+        chat = d.chat.current_chat
+        await d.send("go on")
+        await until(d.pilot, lambda: d.chat.writing, "the reply")
+        await d.press("f2", "enter")
+        await until(d.pilot, lambda: d.chat.prompt.has_focus, "the input")
+        assert d.chat.writing
+        gate.set()
+        await d.settled()
+        assert d.chat.current_chat is chat
+        assert len(chat.entries) == 4
+        await d.say("/load first")
+        assert d.chat.current_chat is chat
+
+
+async def test_the_open_chat_is_read_again_if_another_program_changed_it(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await Archive(ChatStore(tmp_path / "chats")).change(d.chat.current_chat.id, title="Another title")
+        await d.say("/load Another")
+        assert d.chat.current_chat.title == "Another title"
 
 
 async def test_undo_restores_what_was_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
