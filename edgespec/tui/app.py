@@ -339,6 +339,9 @@ class ChatApp(App[None]):
         await chat.use_runtime(switched.runtime)
         chat.holds_waiting = False
         messages = self._loading.take_messages()
+        if switched.failure is not None:
+            # The messages were meant for the other model.
+            messages = [*chat.waiting.take_texts(), *messages]
         if messages and (switched.failure is not None or chat.prompt.text.strip()):
             chat.prompt.insert("\n\n".join(messages) + "\n")
             messages = []

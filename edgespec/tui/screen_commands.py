@@ -151,6 +151,9 @@ async def _change(screen: TurnScreen, change: Change) -> None:
 
 async def _generate(screen: TurnScreen, generate: Generate) -> None:
     started = generate.start(screen.current_chat)
+    if screen.holds_waiting:
+        screen.waiting.add(generate.command)
+        return
     if isinstance(started, RunningTurn):
         await screen.take_turn(started)
     elif started:

@@ -189,6 +189,31 @@ async def test_the_open_chat_is_read_again_if_another_program_changed_it(tmp_pat
         assert d.chat.current_chat.title == "Another title"
 
 
+@pytest.mark.parametrize("key", ["ctrl+n", "ctrl+r", "ctrl+q"])
+async def test_a_chat_deleted_during_its_reply_is_deleted_whatever_is_pressed_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
+    gate = threading.Event()
+    script = Script(gate=gate, ignores_cancel=True)
+    store = ChatStore(tmp_path / "chats")
+    async with driving(loading(ScriptedRuntime([script])), tmp_path) as d:
+        await d.send("first")
+        await until(d.pilot, lambda: bool(d.saved()), "the file")
+        stop = d.app.model_thread.cancel
+        # The reply ends only after both keys.
+        monkeypatch.setattr(d.app.model_thread, "cancel", lambda: None)
+        await d.press("f2", "delete", "f2", key)
+        monkeypatch.setattr(d.app.model_thread, "cancel", stop)
+        gate.set()
+        if key == "ctrl+q":
+            await until(d.pilot, lambda: not d.app.is_running, "the end")
+        else:
+            await d.settled()
+            await until(d.pilot, lambda: not d.saved(), "the deletion")
+    assert not store.list()
+
+
 async def test_undo_restores_what_was_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:

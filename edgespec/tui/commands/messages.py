@@ -24,7 +24,7 @@ _SEND = "Send a message first"
 def _regen(context: Context) -> Result:
     if context.chat.last_place("user") is None and not context.writing:
         return Nothing("There is no reply to regenerate yet", _SEND)
-    return Generate(_regenerated)
+    return Generate(_regenerated, "/regen")
 
 
 def _regenerated(chat: OpenChat) -> RunningTurn | None:
@@ -37,11 +37,11 @@ def _continue(context: Context) -> Result:
     if context.writing:
         return Nothing("The reply is not finished yet", "Wait until it ends")
     if context.chat.entries:
-        return Generate(_continued)
+        return Generate(_continued, "/continue")
     unfinished = next((chat for chat in context.archive.list_now() if chat.unfinished), None)
     if unfinished is None:
         return Nothing("There is no unfinished reply to continue", "Type /load for the list of chats")
-    return Open(unfinished), Generate(_continued)
+    return Open(unfinished), Generate(_continued, "/continue")
 
 
 def _continued(chat: OpenChat) -> RunningTurn | Sequence[ToolCall] | None:
