@@ -375,8 +375,11 @@ class TurnScreen(ChatView):
         self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
-        """Put a message that got no reply back into the input, so that the user can resend it."""
-        if turn.sent and self.give_back_message(turn.sent, turn.edited):
+        """Put a message that got no reply back into the input, so that the user can resend it.
+
+        When the program ends, the message stays in the saved chat instead.
+        """
+        if turn.sent and not self._leaving and self.give_back_message(turn.sent, turn.edited):
             self._unsent = ""
 
     def give_back(self, text: str, editing: int | None = None) -> bool:
@@ -401,6 +404,12 @@ class TurnScreen(ChatView):
         if is_back and editing is None and self.waiting.texts:
             self.prompt.replace_text(f"{text}\n\n{self.waiting.take_all()}")
         return is_back
+
+    @property
+    def unsent_texts(self) -> list[str]:
+        """The messages that wait, the text in the input, and the draft that an edit has replaced there."""
+        draft = [] if self.editing is None else [self._unsent]
+        return [*self.waiting.texts, *draft, self.prompt.whole_text]
 
     def leave_edit(self) -> None:
         """Stop editing a message and restore the previous input text."""
