@@ -237,6 +237,16 @@ def test_files_are_attached(chat: Chat, tmp_path: Path) -> None:
     assert found["messages"][0]["files"][0]["text"] == "Pines are tall."
 
 
+def test_paths_may_be_quoted_and_values_contain_equals_signs(chat: Chat, tmp_path: Path) -> None:
+    lines = ["sizes", '/export "one two.json"', "/import 'one two.json'"]
+    lines += ["/set stop a=b", "/set seed=5", "/set top_k = 6", "/set parameter temperature 0.5", "more"]
+    out, _ = chat.typed(lines)
+    assert f"{tmp_path / 'one two.json'}.\n" in out
+    assert "Imported 1 chat" in out
+    (settings,) = (each["sampling"] for each in saved(tmp_path) if each["sampling"])
+    assert settings == {"stop": ["a=b"], "seed": 5, "top_k": 6, "temperature": 0.5}
+
+
 def test_options_that_are_reset_are_not_used_by_later_chats(chat: Chat, tmp_path: Path) -> None:
     chat.load_other = loading(ScriptedRuntime())
     chat.typed(["/draft demo-draft", "/draft default", "hello"])
