@@ -117,6 +117,7 @@ _MAX_FILE_BYTES = 1 << 30
 _MAX_CHAT_CHARACTERS = MAX_SAVED_BYTES
 # Name of the file that contains the chats in the ZIP exports of ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
+_WITHOUT_MESSAGES = "chats without messages"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 
 
@@ -159,9 +160,12 @@ class ExportedChats:
             except (ValueError, ChatFileError, OverflowError):
                 self.left_out["chats that are damaged or in an unknown format"] += 1
             else:
-                self.read_count += 1
-                yield chat
-        if not self.read_count:
+                if chat.tree.messages:
+                    self.read_count += 1
+                    yield chat
+                else:
+                    self.left_out[_WITHOUT_MESSAGES] += 1
+        if not self.read_count and not self.left_out[_WITHOUT_MESSAGES]:
             raise ChatFileError(
                 f"{self.path.name} contains no chats in a known format",
                 "choose a file exported from ChatGPT, Claude, Open WebUI or edgespec",

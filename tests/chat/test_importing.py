@@ -69,6 +69,17 @@ CHATGPT = {
 }
 
 
+def test_chats_without_messages_are_left_out(tmp_path: Path) -> None:
+    message = {"uuid": "1", "sender": "human", "text": "Q"}
+    empty = {"name": "", "chat_messages": []}
+    result = imported(tmp_path, [empty, {"name": "T", "chat_messages": [message]}, empty])
+    assert [chat.title for chat in result] == ["T"]
+    assert +result.left_out == {"chats without messages": 2}
+    result = imported(tmp_path, [empty])
+    assert [*result] == []
+    assert +result.left_out == {"chats without messages": 1}
+
+
 @pytest.mark.long
 def test_a_chat_with_photos_is_imported_again(tmp_path: Path) -> None:
     text = "x" * (MAX_CHAT_BYTES + 1)
