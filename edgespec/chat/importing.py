@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from edgespec.chat.message import Message, Role
-from edgespec.chat.saved_chat import MessageTree, SavedChat, chat_from_json, in_utc
+from edgespec.chat.saved_chat import MAX_SAVED_BYTES, MessageTree, SavedChat, chat_from_json, in_utc
 from edgespec.errors import ChatFileError
 from edgespec.system.files import error_reason, regular_file_bytes
 
@@ -112,11 +112,12 @@ class _Reader:
 
 # Maximum size of a file in bytes. Larger files are rejected without being read.
 _MAX_FILE_BYTES = 1 << 30
-# Maximum length of one chat in a file, in characters. Limits memory use to about 1 GiB, even if the file is
-# malicious.
-_MAX_CHAT_CHARACTERS = 1 << 25
+# Maximum length of one chat in a file, in characters. Every chat that edgespec can save can be exported and
+# imported again. Limits memory use to about 4 GiB, even if the file is malicious.
+_MAX_CHAT_CHARACTERS = MAX_SAVED_BYTES
 # Name of the file that contains the chats in the ZIP exports of ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
+_WITHOUT_MESSAGES = "chats without messages"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 
 
@@ -159,9 +160,12 @@ class ExportedChats:
             except (ValueError, ChatFileError, OverflowError):
                 self.left_out["chats that are damaged or in an unknown format"] += 1
             else:
-                self.read_count += 1
-                yield chat
-        if not self.read_count:
+                if chat.tree.messages:
+                    self.read_count += 1
+                    yield chat
+                else:
+                    self.left_out[_WITHOUT_MESSAGES] += 1
+        if not self.read_count and not self.left_out[_WITHOUT_MESSAGES]:
             raise ChatFileError(
                 f"{self.path.name} contains no chats in a known format",
                 "choose a file exported from ChatGPT, Claude, Open WebUI or edgespec",

@@ -19,6 +19,7 @@ from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
 
 __all__ = [
     "MAX_CHAT_BYTES",
+    "MAX_SAVED_BYTES",
     "NO_MODELS",
     "MessageTree",
     "ModelReferences",
@@ -40,9 +41,10 @@ _MAX_TITLE = 60
 MAX_CHAT_BYTES = 64 << 20
 """File size in bytes at which a chat stops accepting messages."""
 
-# Maximum file size in bytes for writing and reading. The margin above `MAX_CHAT_BYTES` is far more than a
-# message and its reply need, so that no reply is lost.
-_MAX_FILE_BYTES = 2 * MAX_CHAT_BYTES
+MAX_SAVED_BYTES = 2 * MAX_CHAT_BYTES
+"""Maximum size in bytes of a chat's file for writing and reading. The margin above `MAX_CHAT_BYTES` is far
+more than a reply needs, so that no reply is lost.
+"""
 _TEXTS = ("id", "created", "updated", "title", "target")
 _KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "text", int: "an integer", bool: "true or false",
@@ -114,10 +116,10 @@ class SavedChat:
         text = json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n"
         # Replace lone surrogates, which pasted text can contain and UTF-8 cannot encode.
         data = text.encode("utf-8", "replace")
-        if len(data) > _MAX_FILE_BYTES:
+        if len(data) > MAX_SAVED_BYTES:
             raise ChatFileError(
                 f"the chat takes up {format_bytes(len(data))}, which exceeds the limit of"
-                f" {format_bytes(_MAX_FILE_BYTES)} for a chat",
+                f" {format_bytes(MAX_SAVED_BYTES)} for a chat",
                 "start a new chat",
                 code="chat_too_large",
             )
@@ -175,9 +177,9 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
     """Read and validate the file of the chat with this ID. Raises ChatFileError."""
     try:
         size_bytes = regular_file_bytes(path)
-        if size_bytes > _MAX_FILE_BYTES:
+        if size_bytes > MAX_SAVED_BYTES:
             raise ValueError(
-                f"the file has {size_bytes:,} bytes, which exceeds the limit of {_MAX_FILE_BYTES:,} bytes"
+                f"the file has {size_bytes:,} bytes, which exceeds the limit of {MAX_SAVED_BYTES:,} bytes"
             )
         return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8-sig")))
     except FileNotFoundError:

@@ -65,6 +65,7 @@ class ChatStore:
         self.folder = folder if folder is not None else data_folder() / "chats"
         # Cached entries, keyed by file name, with the file's modification time and size to detect changes.
         self._entries: dict[str, tuple[tuple[int, int], StoredChat]] = {}
+        self._is_cleaned = False
 
     def new_id(self) -> str:
         """Return an unused chat ID, made from the current time and random digits."""
@@ -77,7 +78,9 @@ class ChatStore:
         """Save a chat atomically, replacing any older version. Raises ChatFileError."""
         path, data = self._path(chat.id), chat.encoded()
         try:
-            if not path.exists():
+            if not self._is_cleaned:
+                # Once is enough. Looking for these files takes long if there are many chats.
+                self._is_cleaned = True
                 delete_stale_temporaries(self.folder)
             write_private_file(path, data)
         except OSError as error:

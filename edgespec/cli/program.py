@@ -73,8 +73,10 @@ class Program(HelpfulGroup):
             sys.exit(FAILED)
         given = extra.get("args", sys.argv[1:])
         use_utf8(sys.stdout)
-        if sys.stderr is not None:
-            use_utf8(sys.stderr)
+        if sys.stderr is None:
+            # stderr was already closed when the program started, so drop what is written to it.
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        use_utf8(sys.stderr)
         extra |= {"prog_name": "edgespec", "standalone_mode": False}
         try:
             status = super().main(*args, **extra)

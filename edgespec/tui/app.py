@@ -330,7 +330,8 @@ class ChatApp(App[None]):
         if switched.failure is None:
             note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
             # Do this before the chat handles input again, because the next command may change these options.
-            chat.models = references_after(chat.models, reference, changed)
+            chat.models = references_after(self._models, reference, changed)
+            chat.current_chat.models = chat.models
             chat.changed_load_options = changed or {}
             self.preferences.remember(chat.models, self._preferences_path)
         self._leaving = False
@@ -338,6 +339,9 @@ class ChatApp(App[None]):
         await chat.use_runtime(switched.runtime)
         chat.holds_waiting = False
         messages = self._loading.take_messages()
+        if switched.failure is not None:
+            # The messages were meant for the other model.
+            messages = [*chat.waiting.take_texts(), *messages]
         if messages and (switched.failure is not None or chat.prompt.text.strip()):
             chat.prompt.insert("\n\n".join(messages) + "\n")
             messages = []
@@ -403,17 +407,20 @@ class ChatApp(App[None]):
         self.exit()
 
     def keep_typed(self) -> str:
-        """Save text typed during loading that could not be sent before the chat ended.
+        """Save text that was typed but not sent before the chat ended.
 
         Returns:
             A message about the unsent text, or an empty string if nothing was typed.
         """
-        typed = (*self._loading.take_messages(), self._loading.take_typed())
-        if not (text := "\n".join(typed).strip()):
+        in_chat = [] if self.chat is None else self.chat.unsent_texts
+        loading = "\n".join((*self._loading.take_messages(), self._loading.take_typed()))
+        typed = [text for text in (*in_chat, loading) if text.strip()]
+        if not typed:
             return ""
         if not self._remember:
-            return f"What you typed was not sent: {visible(text)}\n"
-        self._history.add(text)
+            return "".join(f"What you typed was not sent: {visible(text.strip())}\n" for text in typed)
+        for text in typed:
+            self._history.add(text.strip())
         return "What you typed was not sent. Press Up in your next chat to get it back.\n"
 
     def save_turn(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,11 @@ _SAVE_SECONDS = 1.0
 _MAX_SAVING_SHARE = 0.1
 
 
+def _saved_bytes(text: str) -> int:
+    """Return the size of `text` in a chat file. Other letters than ASCII and escaped ones take more bytes."""
+    return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
+
+
 class Archive:
     """Loads and saves chats in a `ChatStore`, one call at a time. Methods can raise ChatFileError.
 
@@ -36,24 +42,27 @@ class Archive:
         unsaved: The errors of chats whose last save failed, keyed by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID because another program had changed it. The
             caller resets this to False after telling the user.
-        hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
+        hidden: When each deleted chat that can still be restored was deleted, keyed by chat ID, most recently
+            deleted last. The times are from `time.monotonic`.
     """
 
     def __init__(self, store: ChatStore) -> None:
         self.unsaved: dict[str, ChatFileError] = {}
         self.branched = False
-        self.hidden: list[str] = []
+        self.hidden: dict[str, float] = {}
         self.store = store
         self._lock = Lock()
-        # The chats in `unsaved`, with the names of their models. Saving is retried later, even if the user
-        # has opened another chat.
+        # The chats whose last save failed, with the names of their models. Saving is retried later, even if
+        # the user has opened another chat. A chat in `hidden` is kept here too, in case it is restored.
         self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
         """Raise OptionError if the chat is too long for another message or reply."""
         size_bytes = self.store.size_bytes(chat.id) if chat.id else 0
         files = turn.prompt[-1].files if turn.sent and turn.prompt else ()
-        added = len(turn.sent) + sum(len(file.text) for file in files)
+        added = sum(_saved_bytes(text) for text in (turn.sent, *(file.text for file in files)))
+        # Images are saved in base64, which has four characters for every three bytes.
+        added += sum(len(file.image.data) * 4 // 3 for file in files if file.image)
         if size_bytes + added > MAX_CHAT_BYTES:
             raise OptionError(
                 f"This chat takes up {format_bytes(size_bytes)}. With your message it would exceed"
@@ -86,8 +95,9 @@ class Archive:
                 return
             self._save(chat, target, turn)
             for other, other_target in [*self._waiting.values()]:
-                with suppress(ChatFileError):
-                    self._save(other, other_target)
+                if other.id not in self.hidden:
+                    with suppress(ChatFileError):
+                        self._save(other, other_target)
 
     def _save(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
         chat.id = chat.id or self.store.new_id()
@@ -107,6 +117,11 @@ class Archive:
         self._forget_failure(snapshot.id)
         self.branched |= saved.id != snapshot.id
         chat.id, chat.saved_at = saved.id, saved.updated
+
+    def unsaved_chat(self, chat_id: str) -> OpenChat | None:
+        """Return the chat with this ID if its last save failed, so that its file lacks the last messages."""
+        waiting = self._waiting.get(chat_id)
+        return None if waiting is None else waiting[0]
 
     def _forget_failure(self, chat_id: str) -> None:
         self.unsaved.pop(chat_id, None)
@@ -214,6 +229,13 @@ class Archive:
 
     def _change(self, chat_id: str, title: str | None, pinned: bool | None) -> None:
         with self._lock:
+            if (waiting := self._waiting.get(chat_id)) is not None:
+                # The file lacks the last messages, so save the whole chat.
+                chat, target = waiting
+                chat.title = chat.title if title is None else title
+                chat.pinned = chat.pinned if pinned is None else pinned
+                self._save(chat, target)
+                return
             saved = self.store.load(chat_id)
             changed = replace(
                 saved,
@@ -232,8 +254,8 @@ class Archive:
     def _hide(self, chat_id: str) -> None:
         with self._lock:
             self.store.hide(chat_id)
-            self._forget_failure(chat_id)
-            self.hidden.append(chat_id)
+            self.unsaved.pop(chat_id, None)
+            self.hidden[chat_id] = monotonic()
 
     async def restore(self) -> StoredChat | None:
         """Put the most recently hidden chat back into the list of chats, and return it."""
@@ -243,15 +265,24 @@ class Archive:
         with self._lock:
             if not self.hidden:
                 return None
-            chat_id = self.store.restore(self.hidden[-1])
-            self.hidden.pop()
+            hidden_id = next(reversed(self.hidden))
+            chat_id = self.store.restore(hidden_id)
+            del self.hidden[hidden_id]
+            if (waiting := self._waiting.get(hidden_id)) is not None:
+                with suppress(ChatFileError):
+                    self._save(*waiting)
             return next((chat for chat in self.store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:
         """Delete a chat if it is still hidden, along with cached data that may contain its text."""
-        if chat_id in self.hidden:
-            self.hidden.remove(chat_id)
-            await self.delete(chat_id)
+        await asyncio.to_thread(self._finish_deletion, chat_id)
+
+    def _finish_deletion(self, chat_id: str) -> None:
+        with self._lock:
+            if self.hidden.pop(chat_id, None) is None:
+                return
+            self._forget_failure(chat_id)
+        self._delete(chat_id)
 
     def finish_all_deletions(self) -> None:
         """Delete all hidden chats, including chats hidden by an earlier run that ended before deleting them.

@@ -97,12 +97,16 @@ class ChatScreen(TurnScreen):
             await self._run_command(typed, text)
             return
         self.history.add(text)
-        if self.editing is None and (self.writing or self.waiting.texts):
+        if self.editing is None and (self.writing or self.waiting.texts or self.holds_waiting):
             self.waiting.add(text)
             await self.send_waiting()
             return
         if self.writing:
             self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
+            self.give_back(text, self.editing)
+            return
+        if self.holds_waiting:
+            self.say("Another model is being loaded. Press Enter again afterwards.")
             self.give_back(text, self.editing)
             return
         if self.chips.reading:

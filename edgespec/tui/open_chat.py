@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from threading import Event
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
@@ -120,6 +121,7 @@ class OpenChat:
         pinned: Whether the chat stays at the top of the list of chats.
         models: References to the models used for the last reply.
         turn: The message being answered and its reply so far. None if no reply is being generated.
+        deletion_times: When the messages in `tree.deleted` were deleted, from `time.monotonic`.
     """
 
     system: str | None = None
@@ -133,6 +135,7 @@ class OpenChat:
     pinned: bool = False
     models: ModelReferences = NO_MODELS
     turn: RunningTurn | None = None
+    deletion_times: tuple[float, ...] = ()
 
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
@@ -178,6 +181,8 @@ class OpenChat:
     def change_messages(self, tree: MessageTree[ChatEntry]) -> None:
         """Replace the messages while no reply is being generated, for example to open another version."""
         self.unfinished = self.unfinished and tree.tip == self.tree.tip
+        # The last item of `tree.deleted` may have been added or removed.
+        self.deletion_times = (*self.deletion_times, monotonic())[: len(tree.deleted)]
         self.tree = tree
 
     def send(self, message: Message) -> RunningTurn:

@@ -95,7 +95,7 @@ class PlainChat:
     ) -> None:
         self.model_thread, self.runtime, self.archive = thread, runtime, archive
         self.console = PlainConsole(thread.cancel)
-        self.load_other, self.models = load_other, models
+        self.load_other, self.models, self.first_models = load_other, models, models
         self.changed_load_options: Mapping[str, Any] = {}
         self.first_system, self.first_settings = system, dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
@@ -152,16 +152,18 @@ class PlainChat:
 
     def open(self, stored: StoredChat) -> SavedChat:
         """Open a saved chat, print its last reply, and return the saved chat. Raises ChatFileError."""
+        # If the last save failed, the file lacks the last messages.
+        unsaved = self.archive.unsaved_chat(stored.id)
         saved = self.archive.load_now(stored.id)
         settings, problems = accepted(saved.sampling)
-        self.current_chat = OpenChat.opened(saved, settings)
+        self.current_chat = unsaved or OpenChat.opened(saved, settings)
         self.stats = None
         for problem in problems:
             self.console.note(sentences("One setting in this chat was ignored", problem))
         self.console.note(f"Opened “{stored.title}”. Its last reply:")
         if (last := self.current_chat.last_reply) is not None:
             self.console.answer(last.content.strip())
-        if saved.unfinished:
+        if self.current_chat.unfinished:
             self.console.note("The last reply is unfinished. Type /continue to finish it.")
         elif last is not None and last.message.ended_early == "cancelled":
             self.console.note("This reply was stopped. Type /continue to finish it.")
@@ -171,13 +173,17 @@ class PlainChat:
         """Continue the chat with another model. Remove settings that the model does not support."""
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
         self.stats, self.method = None, runtime.method
-        settings = self.current_chat.settings
-        try:
-            if "method" in settings:
-                runtime.method_for(str(settings["method"]))
-        except OptionError as error:
-            self.console.note(sentences("The setting `method` was removed", error.what))
-            del settings["method"]
+        problem = ""
+        # New chats begin with `first_settings`.
+        for settings in (self.first_settings, self.current_chat.settings):
+            try:
+                if "method" in settings:
+                    runtime.method_for(str(settings["method"]))
+            except OptionError as error:
+                problem = sentences("The setting `method` was removed", error.what)
+                del settings["method"]
+        if problem:
+            self.console.note(problem)
         self.save()
 
     def use_reloaded_model(self) -> None:

@@ -250,11 +250,13 @@ def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | 
             chat.console.interrupted.clear()
             chat.model_thread.cancel_load()
     switched = job.result()
+    if switched.failure is None:
+        chat.models = references_after(chat.first_models, reference, changed)
+        chat.current_chat.models = chat.models
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:
         note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
-        chat.models = references_after(chat.models, reference, changed)
         chat.changed_load_options = changed or {}
         chat.remember_models()
         chat.console.answer(note)

@@ -43,7 +43,8 @@ async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
 async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = True) -> None:
     """Open a saved chat once the running reply has stopped, and load its own model if another one is loaded.
 
-    Shows an error if the chat's file is damaged.
+    If the chat is open already, and no other program has changed it, only the input gets the focus. Shows an
+    error if the chat's file is damaged.
 
     Args:
         screen: The chat screen.
@@ -52,17 +53,20 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
     """
 
     async def begin() -> None:
+        # If the last save failed, the file lacks the last messages.
+        unsaved = screen.archive.unsaved_chat(chat.id)
         try:
             saved = await screen.archive.load(chat.id)
         except ChatFileError as error:
             await screen.show_error(error)
             return
         settings, problems = accepted(saved.sampling)
-        await screen.show_chat(OpenChat.opened(saved, settings))
+        opened = unsaved or OpenChat.opened(saved, settings)
+        await screen.show_chat(opened)
         note, target = screen.transcript.note, screen.runtime.target.name
-        if saved.messages and saved.messages[-1].role == "user":
+        if opened.messages and opened.messages[-1].role == "user":
             await note("Your last message has no reply yet. Type /continue to get one.")
-        elif saved.unfinished:
+        elif opened.unfinished:
             await note("The last reply is unfinished. Type /continue to finish it.")
         for problem in problems:
             await note(sentences("One setting in this chat was ignored", problem))
@@ -73,6 +77,10 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
             switch = f"/model {saved.models.target}".rstrip()
             await note(f"This chat used {other}, and now uses {target}. Type {switch} to switch.")
 
+    current = screen.current_chat
+    if chat.id == current.id and current.saved_at is not None and chat.updated <= current.saved_at:
+        screen.prompt.focus()
+        return
     await screen.when_free(begin)
 
 

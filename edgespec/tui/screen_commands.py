@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from edgespec.chat.store import StoredChat
@@ -13,7 +14,7 @@ from edgespec.system.files import format_bytes
 from edgespec.tui import selection
 from edgespec.tui.background import in_thread
 from edgespec.tui.commands import table
-from edgespec.tui.commands.chats import renamed
+from edgespec.tui.commands.chats import import_file, renamed
 from edgespec.tui.commands.results import (
     Action,
     Change,
@@ -150,6 +151,9 @@ async def _change(screen: TurnScreen, change: Change) -> None:
 
 
 async def _generate(screen: TurnScreen, generate: Generate) -> None:
+    if screen.holds_waiting:
+        screen.waiting.add(generate.command)
+        return
     started = generate.start(screen.current_chat)
     if isinstance(started, RunningTurn):
         await screen.take_turn(started)
@@ -317,6 +321,13 @@ async def _reload(screen: TurnScreen, setting: str) -> None:
     screen.load_model(screen.models.target, changed)
 
 
+async def _import(screen: TurnScreen, path: str) -> None:
+    # An import can take minutes, and the screen is drawn meanwhile.
+    screen.say(f"Importing the chats in {Path(path).name}…")
+    hint = "Press F2 for the list of chats."
+    await _show(screen, await asyncio.to_thread(import_file, screen.archive, path, hint))
+
+
 async def _show_tools(screen: TurnScreen, _value: str) -> None:
     screen.tool_use.show_servers()
 
@@ -351,6 +362,7 @@ ACTIONS: dict[str, _Do] = {
     "tools": _show_tools,
     "start_tools": lambda screen, _: _in_background(screen, screen.tool_use.start_servers()),
     "stop_tools": lambda screen, _: screen.tool_use.stop_servers(),
+    "import": lambda screen, path: _in_background(screen, _import(screen, path)),
     "list_changed": lambda screen, _: screen.refresh_sidebar(),
 }
 """The full-screen chat's implementations of command actions, keyed by `Action.name`."""

@@ -40,11 +40,11 @@ class TurnScreen(ChatView):
     """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
     tool_use: ToolUse
-    # Whether messages must wait for another model to load, even if no reply is being generated.
+    # Whether messages must wait even if no reply is being generated, because another model is loaded or the
+    # program is ending.
     holds_waiting = False
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
-    _after_reply: Callable[[], Awaitable[None]] | None = None
     _unsent = ""
     _stopped = False
     _leaving = False
@@ -59,6 +59,8 @@ class TurnScreen(ChatView):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # What to do once the running reply has stopped, in order.
+        self._after_reply: list[Callable[[], Awaitable[None]]] = []
         # The timers that make the deletions of chats final, keyed by chat ID.
         self.deletion_timers: dict[str, Timer] = {}
         self.tool_use = ToolUse(self, save=self.save, after_calls=self._after_calls)
@@ -85,12 +87,14 @@ class TurnScreen(ChatView):
         self._notices = notices(runtime)
         self.chips.use_runtime(runtime)
         problem = ""
-        try:
-            if "method" in self.current_chat.settings:
-                runtime.method_for(str(self.current_chat.settings["method"]))
-        except OptionError as error:
-            problem = sentences("The setting `method` was removed", error.what)
-            del self.current_chat.settings["method"]
+        # New chats begin with `first_settings`.
+        for settings in (self.first_settings, self.current_chat.settings):
+            try:
+                if "method" in settings:
+                    runtime.method_for(str(settings["method"]))
+            except OptionError as error:
+                problem = sentences("The setting `method` was removed", error.what)
+                del settings["method"]
         await self._show_current_chat()
         if problem:
             await self.transcript.note(problem)
@@ -104,6 +108,8 @@ class TurnScreen(ChatView):
             changed: Load options that the user has changed in the chat, or None when switching to another
                 model.
         """
+        if self._leaving:
+            return
         self.holds_waiting = True
         self.post_message(self.ModelChosen(reference, changed))
 
@@ -182,15 +188,21 @@ class TurnScreen(ChatView):
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
         """Run `action` now, or once the running reply has been stopped."""
         if self.writing:
-            self._after_reply = action
+            self._after_reply.append(action)
             self.stop_reply()
         else:
             await action()
 
+    async def _act_after_reply(self) -> None:
+        """Do what waits for the end of the reply. If that starts another reply, stop it too if more waits."""
+        while self._after_reply and not self.writing:
+            await self._after_reply.pop(0)()
+        if self._after_reply:
+            self.stop_reply()
+
     async def finish(self, timeout_seconds: float) -> None:
         """Stop the reply and wait until the chat is saved or the timeout expires. Called before quitting."""
         self.begin_leaving()
-        self._after_reply = None
         if self.writing or self.archive.unsaved:
             # Save the text generated so far, in case stopping the reply takes too long.
             with suppress(ChatFileError):
@@ -201,8 +213,15 @@ class TurnScreen(ChatView):
             await asyncio.sleep(0.01)
 
     async def take_turn(self, turn: RunningTurn) -> None:
-        """Save and show the user's message, and start the reply."""
+        """Save and show the user's message, and start the reply.
+
+        If another model is about to be loaded, or the program is ending, put the message back into the input
+        instead.
+        """
         transcript, chat = self.transcript, self.current_chat
+        if self.holds_waiting:
+            self._give_back_text(turn)
+            return
         try:
             self.archive.check_size(chat, turn)
         except OptionError as error:
@@ -252,9 +271,7 @@ class TurnScreen(ChatView):
         if ended and job is not None and job is self._job:
             self._reply = None
             await self._end_job(job, reply)
-            if self._after_reply is not None:
-                action, self._after_reply = self._after_reply, None
-                await action()
+            await self._act_after_reply()
             if self._job is job:
                 self._job = None
             if not self.writing:
@@ -328,13 +345,14 @@ class TurnScreen(ChatView):
             await transcript.prune()
             await self._report_ending(ended, turn)
         await self.save()
-        if ended is not None and entry.message.tool_calls and self._after_reply is None and not self._leaving:
+        is_free = not (self._after_reply or self._leaving or self.holds_waiting)
+        if ended is not None and entry.message.tool_calls and is_free:
             self.tool_use.begin(entry.message.tool_calls)
 
     async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
         """Tell the user if a reply was already complete, was slowed down, or can be continued."""
         if ended.finish_reason == "cancelled":
-            if not self._leaving and self._after_reply is None:
+            if not self._leaving and not self._after_reply:
                 self.say("Stopped. Type /continue to finish the reply.")
         elif turn.continued is not None and not ended.text:
             self.say("The reply was already complete.")
@@ -346,10 +364,9 @@ class TurnScreen(ChatView):
 
     async def _after_calls(self, is_stopped: bool) -> None:
         """Let the model continue after its tool calls, unless the user stopped them."""
-        if self._after_reply is not None:
-            action, self._after_reply = self._after_reply, None
-            await action()
-        elif not (is_stopped or self._leaving):
+        if self._after_reply:
+            await self._act_after_reply()
+        elif not (is_stopped or self._leaving or self.holds_waiting):
             place = self.current_chat.last_place("tool")
             assert place is not None
             await self.take_turn(self.current_chat.continue_reply(place))
@@ -358,8 +375,11 @@ class TurnScreen(ChatView):
         self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
-        """Put a message that got no reply back into the input, so that the user can resend it."""
-        if turn.sent and self.give_back_message(turn.sent, turn.edited):
+        """Put a message that got no reply back into the input, so that the user can resend it.
+
+        When the program ends, the message stays in the saved chat instead.
+        """
+        if turn.sent and not self._leaving and self.give_back_message(turn.sent, turn.edited):
             self._unsent = ""
 
     def give_back(self, text: str, editing: int | None = None) -> bool:
@@ -384,6 +404,12 @@ class TurnScreen(ChatView):
         if is_back and editing is None and self.waiting.texts:
             self.prompt.replace_text(f"{text}\n\n{self.waiting.take_all()}")
         return is_back
+
+    @property
+    def unsent_texts(self) -> list[str]:
+        """The messages that wait, the text in the input, and the draft that an edit has replaced there."""
+        draft = [] if self.editing is None else [self._unsent]
+        return [*self.waiting.texts, *draft, self.prompt.whole_text]
 
     def leave_edit(self) -> None:
         """Stop editing a message and restore the previous input text."""

@@ -47,18 +47,19 @@ def _ignore(_description: str, _fraction: float) -> None:
 
 
 def references_after(
-    before: ModelReferences, reference: str, changed: Mapping[str, Any] | None
+    first: ModelReferences, reference: str, changed: Mapping[str, Any] | None
 ) -> ModelReferences:
     """Return the references to a chat's models after it has loaded a model.
 
     Args:
-        before: The previous references.
+        first: The references that the program was started with.
         reference: The reference to the loaded model.
         changed: Load options that the user has changed, or None when switching to another model.
     """
     if changed is None:
         return ModelReferences(reference)
-    return ModelReferences(reference, str(changed.get("draft", before.draft)))
+    default = first.draft if reference == first.target else ""
+    return ModelReferences(reference, str(changed.get("draft", default)))
 
 
 def own_models(saved: SavedChat, target_name: str) -> ModelReferences | None:

@@ -25,7 +25,7 @@ from edgespec.chat.exporting import (
 )
 from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import AttachedFile, Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat
+from edgespec.chat.saved_chat import MAX_CHAT_BYTES, MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError, OptionError
@@ -67,6 +67,26 @@ CHATGPT = {
         "a2": chatgpt_node("a2", "tool", "assistant", "Use `du`."),
     },
 }
+
+
+def test_chats_without_messages_are_left_out(tmp_path: Path) -> None:
+    message = {"uuid": "1", "sender": "human", "text": "Q"}
+    empty = {"name": "", "chat_messages": []}
+    result = imported(tmp_path, [empty, {"name": "T", "chat_messages": [message]}, empty])
+    assert [chat.title for chat in result] == ["T"]
+    assert +result.left_out == {"chats without messages": 2}
+    result = imported(tmp_path, [empty])
+    assert [*result] == []
+    assert +result.left_out == {"chats without messages": 1}
+
+
+@pytest.mark.long
+def test_a_chat_with_photos_is_imported_again(tmp_path: Path) -> None:
+    text = "x" * (MAX_CHAT_BYTES + 1)
+    path = tmp_path / "chat.json"
+    path.write_text(as_json(SavedChat("", MessageTree.linear([Message("user", text)]), NOON, NOON)))
+    (chat,) = ExportedChats(path)
+    assert len(chat.messages[0].content) == len(text)
 
 
 def test_chats_of_chatgpt_keep_their_versions(tmp_path: Path) -> None:

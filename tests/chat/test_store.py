@@ -109,7 +109,7 @@ def test_a_chat_that_could_not_be_read_again_is_not_written(
 ) -> None:
     path = store.save(chat())
     before = path.read_bytes()
-    monkeypatch.setattr("edgespec.chat.saved_chat._MAX_FILE_BYTES", len(before) + 100)
+    monkeypatch.setattr("edgespec.chat.saved_chat.MAX_SAVED_BYTES", len(before) + 100)
     assert store.load("one").messages == TALK
     with raises(ChatFileError, code="chat_too_large"):
         store.save(chat(messages=(*TALK, Message("user", "x" * 101))))

@@ -237,6 +237,33 @@ def test_files_are_attached(chat: Chat, tmp_path: Path) -> None:
     assert found["messages"][0]["files"][0]["text"] == "Pines are tall."
 
 
+def test_paths_may_be_quoted_and_values_contain_equals_signs(chat: Chat, tmp_path: Path) -> None:
+    lines = ["sizes", '/export "one two.json"', "/import 'one two.json'"]
+    lines += ["/set stop a=b", "/set seed=5", "/set top_k = 6", "/set parameter temperature 0.5", "more"]
+    out, _ = chat.typed(lines)
+    assert f"{tmp_path / 'one two.json'}.\n" in out
+    assert "Imported 1 chat" in out
+    (settings,) = (each["sampling"] for each in saved(tmp_path) if each["sampling"])
+    assert settings == {"stop": ["a=b"], "seed": 5, "top_k": 6, "temperature": 0.5}
+
+
+def test_options_that_are_reset_are_not_used_by_later_chats(chat: Chat, tmp_path: Path) -> None:
+    chat.load_other = loading(ScriptedRuntime())
+    chat.typed(["/draft demo-draft", "/draft default", "hello"])
+    assert saved(tmp_path)[0]["models"] == {"target": "demo", "draft": ""}
+
+
+def test_a_method_that_the_new_model_lacks_is_removed_from_new_chats_too(chat: Chat, tmp_path: Path) -> None:
+    chat.typed(["/model demo-draft", "one", "/new", "two"], settings={"method": "lowbit", "seed": 1})
+    assert [each["sampling"] for each in saved(tmp_path)] == [{"seed": 1}, {"seed": 1}]
+
+
+def test_a_chosen_model_is_saved_with_the_chat(chat: Chat, tmp_path: Path) -> None:
+    chat.typed(["one", "/model demo-draft"])
+    (chat_file,) = saved(tmp_path)
+    assert (chat_file["target"], chat_file["models"]["target"]) == ("demo-draft", "demo-draft")
+
+
 def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     path = ROOT / "models" / "demo-draft-q8_0.gguf"
     out, err = chat.typed(["one", f"/model {path}", "two", "/model nope", "/model"], "First.")

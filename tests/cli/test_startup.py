@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Start
+from tests.cli.conftest import NO_TRIALS, Start
 
 _SHOW_MODULES = "import sys; print(*sorted(sys.modules), file=sys.stderr)"
 _RUN = """
@@ -137,6 +137,21 @@ def test_ctrl_c_while_it_starts(start: Start) -> None:
     process = start("models", code=code)
     _, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (130, b"interrupted\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes stderr")
+def test_a_closed_stderr_loses_only_its_text() -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m edgespec chat demo --draft none --plain 2>&-"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        input="/think x\n/show\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, **NO_TRIALS},
+    )
+    assert done.returncode == 0
+    assert "demo" in done.stdout
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell closes stdout")

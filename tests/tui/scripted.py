@@ -226,6 +226,9 @@ class WordVocabulary:
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
         return [0] * len(text.split())
 
+    def min_tokens(self, text: str) -> int:
+        return len(text.split())
+
 
 @dataclass
 class ScriptedRuntime:

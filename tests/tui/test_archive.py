@@ -10,9 +10,10 @@ from threading import Barrier
 
 import pytest
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import AttachedFile, Message
 from edgespec.chat.store import ChatStore
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
+from edgespec.model.image import Image
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 from tests.raising import raises
@@ -129,6 +130,84 @@ async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
     await archive.save(second, "demo")
     assert sorted(chat.title for chat in store.list()) == ["bye", "hello"]
     archive.check_saved()
+
+
+@pytest.mark.parametrize("change", ["rename", "delete and restore"])
+async def test_changing_an_unsaved_chat_loses_no_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    chat, other = OpenChat(), OpenChat()
+    says(chat, "hello")
+    await archive.save(chat, "demo")
+    says(chat, "unsaved")
+
+    def full(path: Path, *payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.chat.store.write_private_file", full)
+        with raises(ChatFileError, "disk is", code="file_not_written"):
+            await archive.save(chat, "demo")
+    if change == "rename":
+        await archive.change(chat.id, title="another title", pinned=True)
+        assert store.list()[0].title == "another title"
+        assert store.list()[0].pinned
+    else:
+        await archive.hide(chat.id)
+        # Saving another chat does not bring the deleted one back.
+        says(other, "bye")
+        await archive.save(other, "demo")
+        assert [each.title for each in store.list()] == ["bye"]
+        archive.check_saved()
+        await archive.restore()
+    assert store.load(chat.id).messages == chat.messages
+    assert not archive.branched
+    archive.check_saved()
+
+
+async def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    chat, other = OpenChat(), OpenChat()
+    says(chat, "hello")
+    await archive.save(chat, "demo")
+
+    def full(path: Path, *payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.chat.store.write_private_file", full)
+        with raises(ChatFileError, "disk is", code="file_not_written"):
+            await archive.save(chat, "demo")
+    await archive.hide(chat.id)
+    await archive.finish_deletion(chat.id)
+    says(other, "bye")
+    await archive.save(other, "demo")
+    assert [each.title for each in store.list()] == ["bye"]
+
+
+def test_images_count_towards_the_size_of_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.archive.MAX_CHAT_BYTES", 1000)
+    archive, chat = Archive(ChatStore(tmp_path)), OpenChat()
+    image = Image("photo.png", bytes(900), 1, 1, "PNG", 1)
+    turn = chat.send(Message("user", "?", files=(AttachedFile("photo.png", "", 1, image),)))
+    with raises(OptionError, "the maximum for a chat", code="chat_too_large"):
+        archive.check_size(chat, turn)
+
+
+def test_the_size_of_a_message_is_counted_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.archive.MAX_CHAT_BYTES", 1000)
+    archive, chat = Archive(ChatStore(tmp_path)), OpenChat()
+    with raises(OptionError, "the maximum for a chat", code="chat_too_large"):
+        archive.check_size(chat, chat.send(Message("user", "語" * 400)))
+    with raises(OptionError, "the maximum for a chat", code="chat_too_large"):
+        archive.check_size(chat, chat.send(Message("user", "\n" * 600)))
+    archive.check_size(chat, chat.send(Message("user", "x" * 900)))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -162,6 +163,77 @@ async def test_a_deletion_is_final_when_its_time_is_over(
         assert not list(d.app.store.folder.glob(".*.deleted"))
 
 
+async def test_choosing_the_open_chat_does_not_stop_its_reply(tmp_path: Path) -> None:
+    gate = threading.Event()
+    async with driving(loading(ScriptedRuntime([Script(), Script(gate=gate)])), tmp_path) as d:
+        await d.say("first")
+        chat = d.chat.current_chat
+        await d.send("go on")
+        await until(d.pilot, lambda: d.chat.writing, "the reply")
+        await d.press("f2", "enter")
+        await until(d.pilot, lambda: d.chat.prompt.has_focus, "the input")
+        assert d.chat.writing
+        gate.set()
+        await d.settled()
+        assert d.chat.current_chat is chat
+        assert len(chat.entries) == 4
+        await d.say("/load first")
+        assert d.chat.current_chat is chat
+
+
+async def test_the_open_chat_is_read_again_if_another_program_changed_it(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await Archive(ChatStore(tmp_path / "chats")).change(d.chat.current_chat.id, title="Another title")
+        await d.say("/load Another")
+        assert d.chat.current_chat.title == "Another title"
+
+
+@pytest.mark.parametrize("key", ["ctrl+n", "ctrl+r", "ctrl+q"])
+async def test_a_chat_deleted_during_its_reply_is_deleted_whatever_is_pressed_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
+    gate = threading.Event()
+    script = Script(gate=gate, ignores_cancel=True)
+    store = ChatStore(tmp_path / "chats")
+    async with driving(loading(ScriptedRuntime([script])), tmp_path) as d:
+        await d.send("first")
+        await until(d.pilot, lambda: bool(d.saved()), "the file")
+        stop = d.app.model_thread.cancel
+        # The reply ends only after both keys.
+        monkeypatch.setattr(d.app.model_thread, "cancel", lambda: None)
+        await d.press("f2", "delete", "f2", key)
+        monkeypatch.setattr(d.app.model_thread, "cancel", stop)
+        gate.set()
+        if key == "ctrl+q":
+            await until(d.pilot, lambda: not d.app.is_running, "the end")
+        else:
+            await d.settled()
+            await until(d.pilot, lambda: not d.saved(), "the deletion")
+    assert not store.list()
+
+
+async def test_undo_restores_what_was_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        for text in ("old", "/new", "new", "another"):
+            await d.say(text)
+        chat = d.chat.current_chat
+        await d.say("/delete")
+        assert len(chat.entries) == 2
+        await d.press("f2", "down", "delete")
+        await until(d.pilot, lambda: len(d.saved()) == 1, "the deletion")
+        d.chat.prompt.focus()
+        await d.say("/delete")
+        assert not chat.entries
+        await d.say("/undo")
+        assert d.chat.current_chat is chat
+        assert len(chat.entries) == 2
+        await d.say("/undo")
+        assert d.chat.current_chat.shown_title == "old"
+
+
 def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +259,7 @@ def test_files_that_are_no_chats_do_not_stop_the_deletion_of_chats(
     # The program deleted this one, and another program has put a folder in its place.
     (tmp_path / "two.json").mkdir()
     chats = Archive(ChatStore(tmp_path))
-    chats.hidden.append("two")
+    chats.hidden["two"] = 0.0
     monkeypatch.setattr(archive, "time", lambda: 1e10)
     with raises(ChatFileError, "two.json", code="file_not_written"):
         chats.finish_all_deletions()

@@ -28,6 +28,7 @@ from edgespec.tui.widgets.messages import UserMessage
 from edgespec.tui.worker import Load
 from tests.backends.tiny_vision import picture, png_bytes, write_vision_model
 from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
 
 CODE = "def area(width, height):\n    return width * height\n"
 
@@ -240,6 +241,15 @@ async def test_dropped_files_become_references(tmp_path: Path, demo: Load) -> No
         d.app.post_message(events.Paste(f"{os.getcwd()}/my\\ notes.txt"))
         await shows_chip(d, "my notes.txt")
         assert d.chat.prompt.text == f'see @"{os.getcwd()}/my notes.txt" '
+
+
+@pytest.mark.parametrize("command", ["/import ", "/schema "])
+async def test_a_dropped_file_is_the_argument_of_a_command(tmp_path: Path, command: str) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        d.chat.prompt.replace_text(command)
+        d.app.post_message(events.Paste(f"{os.getcwd()}/my\\ notes.txt"))
+        path = f"{command}{os.getcwd()}/my notes.txt"
+        await until(d.pilot, lambda: d.chat.prompt.text == path, "the path", seconds=10)
 
 
 async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) -> None:

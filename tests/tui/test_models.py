@@ -230,6 +230,20 @@ async def test_a_failed_download_says_why_in_one_sentence(
         await d.say("Hello")
 
 
+async def test_a_model_that_was_installed_after_its_download_failed_is_listed_once(
+    hub: StandInHub, tmp_path: Path
+) -> None:
+    reference = f"{REPOSITORY}:Q4_K_M"
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(100, 40)) as d:
+        failed = Download(reference, error=RuntimeError())
+        failed.ended.set()
+        d.chat.downloads._downloads[reference] = failed
+        edgespec.download_model(REFERENCE)
+        screen = await open_list(d)
+        options = screen.query_one(OptionList).options
+        assert [option.id for option in options].count(reference) == 1
+
+
 async def test_without_a_network_the_list_says_so_in_one_line(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=(120, 40)) as d:
         await open_list(d)

@@ -13,6 +13,7 @@ import edgespec
 from edgespec.chat.saved_chat import ModelReferences
 from edgespec.tui.worker import Load
 from tests.tui.driving import driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
 
 ASK = "How do I list files by size?"
 
@@ -42,6 +43,18 @@ async def test_the_chat_goes_on_with_the_changed_options(tmp_path: Path) -> None
         assert d.chat.runtime.draft is not None
         await d.say("And by date?")
         assert len(d.chat.current_chat.messages) == 4
+
+
+async def test_a_draft_model_that_is_reset_is_not_used_by_later_chats(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime()
+    async with driving(loading(runtime), tmp_path, load_other=lambda *_: loading(runtime)) as d:
+        await d.send("/draft demo-draft")
+        await until(d.pilot, lambda: d.app.preferences.draft == "demo-draft")
+        await d.settled()
+        await d.send("/draft default")
+        await until(d.pilot, lambda: not d.app.preferences.draft, seconds=10)
+        await d.settled()
+        assert d.chat.models == ModelReferences("demo")
 
 
 async def test_a_command_that_waited_for_the_model_keeps_the_options_before_it(tmp_path: Path) -> None:

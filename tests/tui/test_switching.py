@@ -6,13 +6,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec.chat.saved_chat import ModelReferences, Setting
+from edgespec.chat.message import Message
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat, Setting
+from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendError, CancelledError
 from edgespec.store.download import Progress
 from edgespec.tui.app import LoadingScreen
@@ -21,6 +24,7 @@ from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, facts, loading
 
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 ASK = "How do I list files by size?"
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
 
@@ -165,6 +169,102 @@ async def test_quitting_during_a_switch_keeps_the_chat(tmp_path: Path) -> None:
     assert len(json.loads(d.saved()[0].read_text())["messages"]) == 2
 
 
+async def test_continue_waits_for_the_model_of_the_chat(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "Tell me."), Message("assistant", "It was")])
+    models = ModelReferences("demo-draft", "none")
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("one", messages, NOON, NOON, target="demo-draft", unfinished=True, models=models)
+    )
+    old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    new = ScriptedRuntime([Script(text=" the end.")], facts("demo-draft"))
+    async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
+        await d.send("/continue")
+        await until(d.pilot, lambda: bool(new.asked), "the reply")
+        await d.settled()
+        assert not old.asked
+        assert d.chat.current_chat.entries[-1].content == "It was the end."
+        assert d.chat.models == models
+
+
+async def test_what_is_sent_before_the_loading_screen_waits_for_the_model(tmp_path: Path) -> None:
+    old, new = ScriptedRuntime(), ScriptedRuntime(target=facts("other"))
+    async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
+        await d.say("first")
+        d.chat.load_model("other")
+        await d.chat.send_text("second")
+        await d.chat.action_regenerate()
+        await until(d.pilot, lambda: len(new.asked) == 2, "both replies")
+        await d.settled()
+        assert [text for _, text, _ in old.asked] == ["first"]
+        assert [text for _, text, _ in new.asked] == ["second", "second"]
+        d.chat.load_model("other")
+        d.chat.begin_edit(0)
+        d.chat.prompt.clear()
+        await d.chat.send_text("first, edited")
+        assert d.chat.prompt.text == "first, edited"
+        assert d.chat.editing == 0
+        await until(d.pilot, lambda: not d.chat.holds_waiting, "the model")
+        await d.settled()
+        assert len(new.asked) == 2
+
+
+async def test_files_that_are_read_during_a_switch_are_sent_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("notes")
+    old, new = ScriptedRuntime(), ScriptedRuntime(target=facts("other"))
+    gate = asyncio.Event()
+    async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
+        read = d.chat.chips.attachments
+
+        async def slowly(references: list[str]) -> Any:
+            await gate.wait()
+            return await read(references)
+
+        monkeypatch.setattr(d.chat.chips, "attachments", slowly)
+        await d.send("see @notes.txt")
+        d.chat.load_model("other")
+        gate.set()
+        await until(d.pilot, lambda: not d.chat.holds_waiting, "the model")
+        await d.settled()
+        assert not old.asked
+        assert d.chat.prompt.text == "see @notes.txt"
+        await d.press("enter")
+        await until(d.pilot, lambda: bool(new.asked), "the reply")
+        await d.settled()
+
+
+async def test_messages_that_wait_for_a_model_that_is_not_loaded_are_not_sent(tmp_path: Path) -> None:
+    def load_other(_reference: str) -> Load:
+        def fail(_progress: Progress) -> edgespec.Runtime:
+            raise BackendError("other is damaged", "choose another one")
+
+        return fail
+
+    old = ScriptedRuntime()
+    async with driving(loading(old), tmp_path, load_other=load_other) as d:
+        await d.say("first")
+        d.chat.load_model("other")
+        await d.chat.send_text("second")
+        await d.said("This chat still uses demo.")
+        await d.settled()
+        assert len(old.asked) == 1
+        assert d.chat.prompt.text.strip() == "second"
+        assert not d.chat.waiting.texts
+
+
+async def test_a_chosen_model_is_saved_with_the_chat(tmp_path: Path) -> None:
+    new = ScriptedRuntime(target=facts("other"))
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=lambda *_: loading(new)) as d:
+        await d.say("first")
+        await d.send("/model demo-draft")
+        await d.said("This chat now uses other.")
+        await d.settled()
+        chat = d.app.store.load(d.chat.current_chat.id)
+        assert (chat.target, chat.models.target) == ("other", "demo-draft")
+
+
 @pytest.mark.long
 async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> None:
     new = ScriptedRuntime(target=facts("demo-mlx"))
@@ -173,6 +273,8 @@ async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> 
     async with driving(loading(old), tmp_path, settings=settings, load_other=lambda _: loading(new)) as d:
         await d.send("/model demo-mlx")
         await d.said("The setting `method` was removed.")
+        assert d.chat.current_chat.settings == {"seed": 1}
+        await d.press("ctrl+n")
         assert d.chat.current_chat.settings == {"seed": 1}
 
 

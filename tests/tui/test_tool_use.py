@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,27 @@ def results(driver: Driver) -> list[str]:
 
 def shown(driver: Driver) -> str:
     return " ".join("\n".join(driver.screen_text()).split())
+
+
+async def test_calls_are_not_begun_while_another_model_is_loaded(
+    demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure("good", "good_server.py", "stdio")
+    async with driving(demo, tmp_path, settings={"temperature": 0.0, "max_tokens": 60}) as d:
+        await tools_on(d)
+        forced.append("good_colour")
+        end_turn = d.chat._end_turn
+
+        async def while_loading(*arguments: Any) -> None:
+            d.chat.holds_waiting = True
+            await end_turn(*arguments)
+
+        monkeypatch.setattr(d.chat, "_end_turn", while_loading)
+        await d.send("Is red warm?")
+        await until(d.pilot, lambda: "assistant" in roles(d), "the call", 180)
+        await d.settled()
+        assert not d.chat.calling_tools
+        assert not isinstance(d.app.screen, ApprovalScreen)
 
 
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.long), "auto"])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from edgespec.chat.importing import ExportedChats
+from edgespec.chat.message import Message
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
-from tests.tui.driving import driving
+from edgespec.tui.archive import Archive
+from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 async def test_a_chat_is_exported_and_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +58,39 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
         await d.said("it is not valid JSON")
         await d.say("/import")
         await d.said("/import needs the path of a file")
+
+
+async def test_the_screen_is_drawn_during_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text("[]")
+    gate, add = threading.Event(), Archive.add_now
+
+    def slowly(archive: Archive, chats: ExportedChats) -> None:
+        gate.wait(20)
+        add(archive, chats)
+
+    monkeypatch.setattr(Archive, "add_now", slowly)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.send(f"/import {path}")
+        d.chat.prompt.replace_text("typed meanwhile")
+        drawn = lambda: "typed meanwhile" in "\n".join(d.screen_text())  # noqa: E731
+        await until(d.pilot, drawn, "the text", seconds=5)
+        await d.say("hello")
+        assert len(d.chat.current_chat.entries) == 2
+        gate.set()
+        await d.said("contains no chats in a known format")
+
+
+def test_an_import_looks_for_old_temporary_files_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr("edgespec.chat.store.delete_stale_temporaries", folders.append)
+    store = ChatStore(tmp_path)
+    chat = SavedChat("", MessageTree.linear([Message("user", "Q")]), NOON, NOON)
+    for _ in range(5):
+        store.add(chat)
+    assert folders == [tmp_path]
 
 
 @pytest.mark.long

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
 import pytest
 from textual.pilot import Pilot
 
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import Panel
 from tests.raising import raises
-from tests.tui.driving import Driver, driving
+from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 SLOW = Script(text="word " * 2000, pause_seconds=0.005)
@@ -40,6 +43,28 @@ class TestUnsaved:
             assert "the disk is full" in d.transcript()
             assert "Free some space" in d.transcript()
             assert "To save a copy elsewhere, type /export" in " ".join(d.transcript().split())
+
+    async def test_an_unsaved_chat_is_opened_with_all_its_messages(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(handle: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+            for text in ("one", "/new", "two", "/load one"):
+                await d.say(text)
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "fsync", full)
+                await d.say("unsaved")
+                await d.said("were not saved")
+                await d.say("/load two")
+                await d.said("two")
+                await d.say("/load one")
+                await d.said("unsaved")
+            await d.say("more")
+            chat = d.app.store.load(d.chat.current_chat.id)
+            assert [m.content for m in chat.messages if m.role == "user"] == ["one", "unsaved", "more"]
+            assert not d.app.archive.unsaved
 
     @pytest.mark.usefixtures("full_disk")
     def test_leaving_says_what_was_not_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +95,68 @@ class TestUnsaved:
         monkeypatch.setattr(os, "fsync", sync)
         assert not _ask_and_quit(tmp_path, monkeypatch)
         assert len(ChatStore(tmp_path / "chats").list()) == 1
+
+
+@pytest.mark.parametrize("how", ["the input", "an edit", "a waiting message", "a signal"])
+def test_text_that_was_not_sent_is_in_the_history_of_the_next_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def use(d: Driver) -> None:
+        await d.write("half a thought")
+        if how == "an edit":
+            d.chat.prompt.clear()
+            await d.say("first")
+            await d.write("half a thought")
+            await d.press("ctrl+p")
+            await d.write(", edited")
+        elif how == "a waiting message":
+            d.chat.prompt.clear()
+            await d.send("first")
+            await d.said("word word")
+            await d.send("half a thought")
+        if how == "a signal":
+            d.app.leave_soon()
+            await until(d.pilot, lambda: not d.app.is_running, "the end")
+        else:
+            await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, ScriptedRuntime([SLOW] if how == "a waiting message" else []))
+    prompts = PromptHistory(tmp_path).read()
+    assert "half a thought" in prompts
+    assert ("first, edited" in prompts) == (how == "an edit")
+
+
+def test_a_message_without_a_reply_is_in_the_chat_when_one_quits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def use(d: Driver) -> None:
+        await d.send("a question")
+        await until(d.pilot, lambda: d.chat.writing and bool(d.saved()), "the message")
+        await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, ScriptedRuntime([Script(gate=threading.Event())]))
+    assert capsys.readouterr().err == ""
+    (chat,) = ChatStore(tmp_path / "chats").list()
+    assert chat.unfinished
+
+
+def _use_and_quit(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    use: Callable[[Driver], Awaitable[None]],
+    runtime: ScriptedRuntime,
+) -> None:
+    """Run a chat without a terminal. `use` must end it."""
+
+    async def drive(pilot: Pilot[object]) -> None:
+        assert isinstance(pilot.app, ChatApp)
+        d = Driver(pilot.app, cast("Pilot[None]", pilot))
+        await d.settled()
+        await use(d)
+
+    real_run = ChatApp.run
+    monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True, auto_pilot=drive))
+    run_chat(loading(runtime), store=ChatStore(folder / "chats"))
 
 
 def _ask_and_quit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -30,7 +30,7 @@ from edgespec.tui.open_chat import OpenChat
 if TYPE_CHECKING:
     from edgespec.tui.archive import Archive
 
-__all__ = ["KEEPING", "MAX_TITLE", "OPENING", "imported_text", "renamed"]
+__all__ = ["KEEPING", "MAX_TITLE", "OPENING", "import_file", "imported_text", "renamed"]
 
 MAX_TITLE = 80
 """Maximum number of characters in a chat title given by the user."""
@@ -96,25 +96,38 @@ def _export(context: Context) -> Result:
             "send a message first",
             code="command_unavailable",
         )
-    path = write_export(context.chat.saved(context.runtime.target.name), context.argument)
+    path = write_export(context.chat.saved(context.runtime.target.name), unquoted(context.argument))
     return Text(f"Exported this chat to {path}.")
 
 
 def _import(context: Context) -> Result:
-    """Import the chats in an exported file as new chats, and report what could not be imported."""
     if not context.argument:
         raise OptionError(
             "/import needs the path of a file",
             "type /import and the path of a JSON or ZIP file exported from ChatGPT, Claude, Open WebUI or"
             " edgespec",
         )
-    chats = ExportedChats(Path(os.path.expanduser(context.argument)))
+    path, hint = unquoted(context.argument), f"{context.list_hint}."
+    return Action("import", path, otherwise=lambda: import_file(context.archive, path, hint))
+
+
+def import_file(archive: Archive, path: str, hint: str) -> Result:
+    """Import the chats in an exported file as new chats, and report what could not be imported.
+
+    Blocks until all of them are saved, which can take minutes.
+
+    Args:
+        archive: The saved chats.
+        path: The exported file.
+        hint: How to open the list of chats, as a sentence.
+    """
+    chats = ExportedChats(Path(os.path.expanduser(path)))
     failure: tuple[Problem, ...] = ()
     try:
-        context.archive.add_now(chats)
+        archive.add_now(chats)
     except ChatFileError as error:
         failure = (Problem(error),)
-    text = imported_text(chats, f"{context.list_hint}.") if chats.read_count else ""
+    text = imported_text(chats, hint) if chats.read_count or not failure else ""
     return *failure, Action("list_changed"), Text(text)
 
 
@@ -180,7 +193,6 @@ KEEPING = (
         "file",
         "add chats exported by ChatGPT, Claude, Open WebUI or edgespec",
         _import,
-        slow="writes",
     ),
     Command("quit", "", "quit; the chat is saved", _quit, ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", _clear, ("reset",)),

@@ -24,7 +24,7 @@ _SEND = "Send a message first"
 def _regen(context: Context) -> Result:
     if context.chat.last_place("user") is None and not context.writing:
         return Nothing("There is no reply to regenerate yet", _SEND)
-    return Generate(_regenerated)
+    return Generate(_regenerated, "/regen")
 
 
 def _regenerated(chat: OpenChat) -> RunningTurn | None:
@@ -37,11 +37,11 @@ def _continue(context: Context) -> Result:
     if context.writing:
         return Nothing("The reply is not finished yet", "Wait until it ends")
     if context.chat.entries:
-        return Generate(_continued)
+        return Generate(_continued, "/continue")
     unfinished = next((chat for chat in context.archive.list_now() if chat.unfinished), None)
     if unfinished is None:
         return Nothing("There is no unfinished reply to continue", "Type /load for the list of chats")
-    return Open(unfinished), Generate(_continued)
+    return Open(unfinished), Generate(_continued, "/continue")
 
 
 def _continued(chat: OpenChat) -> RunningTurn | Sequence[ToolCall] | None:
@@ -70,7 +70,9 @@ def _delete(context: Context) -> Result:
 
 
 def _undo(context: Context) -> Result:
-    if context.archive.hidden:
+    chat_deleted_at = max(context.archive.hidden.values(), default=0.0)
+    messages_deleted_at = max(context.chat.deletion_times, default=0.0)
+    if chat_deleted_at > messages_deleted_at:
         return Action("restore_chat")
     if not context.chat.tree.deleted and not context.writing:
         return Nothing("There is nothing to restore", "/undo restores messages that you deleted with /delete")

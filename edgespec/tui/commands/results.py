@@ -154,9 +154,11 @@ class Generate:
     Attributes:
         start: Returns the turn to start in the open chat, the tool calls to make first, or None to do
             nothing.
+        command: The command that asks for the reply. It is run again if another model must be loaded first.
     """
 
     start: Callable[[OpenChat], RunningTurn | Sequence[ToolCall] | None]
+    command: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -230,7 +231,9 @@ def _set(context: Context) -> Result:
         return Action("settings", otherwise=lambda: show(context))
     if word == "system":
         return _system_prompt(context.chat, text.strip())
-    word, _, text = context.argument.removeprefix("parameter ").replace("=", " ", 1).partition(" ")
+    # An equals sign may follow the name. Others are part of the value.
+    argument = re.sub(r"^([^\s=]+)\s*=", r"\1 ", context.argument.removeprefix("parameter "))
+    word, _, text = argument.partition(" ")
     if (load_name := load_setting_named(word)) is not None:
         return _reload(context, load_name, text.strip())
     name, settings, text = setting_named(word), dict(context.chat.settings), text.strip()

@@ -188,7 +188,12 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         listed |= downloading
         groups = (
             ("Downloads", downloads, ""),
-            ("On this machine", matching(True), "" if self._models is not None else "Looking for models…"),
+            (
+                "On this machine",
+                # A model whose projector is still missing is on this machine and among the downloads.
+                [each for each in matching(True) if each.reference not in downloading],
+                "" if self._models is not None else "Looking for models…",
+            ),
             ("To download", [each for each in matching(False) if each.reference not in downloading], ""),
             (
                 "On Hugging Face",

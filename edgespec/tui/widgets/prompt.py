@@ -6,7 +6,7 @@ Messages that wait for the end of the running reply are shown above the input.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,7 +220,11 @@ class PromptInput(TextArea):
             label = self._pasted.fold(event.text, await self._chips.count_tokens(event.text))
             self.replace(label, *self.selection, maintain_selection_offset=False)
 
-    def _insert_references(self, paths: Iterable[str]) -> None:
+    def _insert_references(self, paths: Sequence[str]) -> None:
+        if typed_path(self.text) is not None:
+            # The argument of a command is a single path without `@`.
+            self.insert(paths[0])
+            return
         # A reference must be preceded by a space.
         space = " " if self._line_before_cursor[-1:].strip() else ""
         self.insert(space + "".join(f"{reference(path)} " for path in paths))
@@ -240,7 +244,7 @@ class PromptInput(TextArea):
         except AttachmentError as error:
             problem = sentences(error.what, error.next_step)
         if paths:
-            self._insert_references(shown_path(Path(path)) for path in paths)
+            self._insert_references([shown_path(Path(path)) for path in paths])
         elif self.app.clipboard:
             self.action_paste()
         else:
