@@ -100,6 +100,9 @@ class Chosen(DrafterSet):
     def choose(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[Drafter | None, MethodReport]:
         return None if method == "none" else self._drafter, self.report(method)
 
+    def chooses_length(self, method: str) -> bool | None:
+        return None if method == "none" else self._drafter.chooses_length
+
     def check(self, method: str, *, limited: bool = False) -> None:
         pass
 

@@ -257,14 +257,16 @@ class Runtime(Replies[ReplyStream]):
             OptionError: The method is unknown or unavailable.
         """
         defaults = self._default_settings
-        drafter, report = self._session.drafters.choose(defaults.method if method is None else method)
+        # A reply may be in progress, so do not call `DrafterSet.choose`, which can run the draft model.
+        drafters, method = self._session.drafters, defaults.method if method is None else method
+        chooses_length = drafters.chooses_length(method)
         sampling = {name: getattr(defaults.params, name) for name in self.recommended_sampling}
         return ReplyArguments(
             **cast(ReplyArguments, sampling),
-            method=report.requested,
+            method=drafters.report(method).requested,
             acceptance=defaults.acceptance,
             max_tokens=default_max_tokens(self.context_tokens),
-            draft_length=defaults.max_draft_length(drafter.chooses_length) if drafter else 0,
+            draft_length=0 if chooses_length is None else defaults.max_draft_length(chooses_length),
         )
 
     def checked_request(

@@ -152,6 +152,19 @@ class DrafterSet:
             return self._controlled(self._auto_config, names), report
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
 
+    def chooses_length(self, method: str) -> bool | None:
+        """Return whether the method's drafter chooses the draft length itself, or None if nothing is drafted.
+
+        Like `report`, this runs no model. Raises OptionError as `report` does.
+        """
+        names, _ = self._resolve(method)
+        if not names:
+            return None
+        if self._is_controlled(method, limited=False):
+            return AutoController.chooses_length
+        drafter = self._drafters[names[0]] if len(names) == 1 else CombinedDrafter
+        return drafter.chooses_length
+
     def _is_controlled(self, method: str, limited: bool) -> bool:
         config = self._auto_config
         return config is not None and (method == "auto" or limited or config.controls_named)

@@ -417,7 +417,7 @@ class Session:
                 self.drafters.reset()
             longest = max(map(len, texts), default=0) + 1
             self.memory_pressure.drop_prefixes()
-            self.context.grow_to(longest)
+            self.context.grow_to(longest + target.facts.capabilities.padding_tokens)
             self.context.check_fits(longest)
             return [
                 target.embed(

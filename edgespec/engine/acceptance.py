@@ -24,6 +24,9 @@ Draw = tuple[int, Distribution | None]
 class AcceptedPath(NamedTuple):
     """The outcome of verifying a draft: the accepted path through its tree, and the next token.
 
+    If the processors rule out every token after an accepted node, the path ends before that node, and `token`
+    is the token of that node. As in plain decoding, this is an error only if the reply continues.
+
     Attributes:
         path: The accepted nodes in order, without the root.
         token: The token that the target chose after the path.
@@ -64,16 +67,18 @@ class Invariant:
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
         path: list[int] = []
-        node = 0
-        while True:
-            token = sampler.token(logits, node)
-            child = tree.child(node, token)
-            if child is None:
+        pushed, token = 0, sampler.token(logits, 0)
+        child = tree.child(0, token)
+        while child is not None:
+            sampler.push(token)
+            pushed += 1
+            best = sampler.ranked(logits, child, 1)
+            if not best:
                 break
             path.append(child)
-            sampler.push(token)
-            node = child
-        sampler.pop(len(path))
+            token = best[0]
+            child = tree.child(child, token)
+        sampler.pop(pushed)
         return AcceptedPath(tuple(path), token)
 
 
@@ -135,41 +140,62 @@ class Rejection:
         if self._block_verification and tree.block_verifiable and tree.drafted > 1:
             return self._accept_block(tree, logits, sampler)
         path: list[int] = []
-        node = 0
+        node, pushed, target = 0, 0, sampler.distribution(logits, 0)
         while True:
-            target = sampler.distribution(logits, node)
             for child in tree.children(node):
                 token, draft = tree.tokens[child], _draft_distribution(tree, child)
                 if self._random.bernoulli(min(1, target.prob(token) / draft.prob(token))):
-                    path.append(child)
-                    sampler.push(token)
                     break
                 target = _residual(target, draft)
             else:
+                token = self._random.sample(target)
                 break
-            node = child
-        sampler.pop(len(path))
-        return AcceptedPath(tuple(path), self._random.sample(target))
+            sampler.push(token)
+            pushed += 1
+            after = _distribution_after(sampler, logits, child)
+            if after is None:
+                break
+            path.append(child)
+            node, target = child, after
+        sampler.pop(pushed)
+        return AcceptedPath(tuple(path), token)
 
     def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
         joint: float = 1
-        accepted, after = 0, sampler.distribution(logits, 0)
-        recovery = _residual(after, _draft_distribution(tree, 1))
+        accepted, pushed, target = 0, 0, sampler.distribution(logits, 0)
+        recovery: Distribution | None = _residual(target, _draft_distribution(tree, 1))
         for node in range(1, tree.width):
             token = tree.tokens[node]
-            joint = min(1, joint * after.prob(token) / _draft_distribution(tree, node).prob(token))
+            joint = min(1, joint * target.prob(token) / _draft_distribution(tree, node).prob(token))
+            if joint == 0:
+                # The target never chooses this token, and the processors may rule out every token after it.
+                # Draw a number nevertheless, so that a seed's later draws do not depend on this shortcut.
+                self._random.bernoulli(0)
+                continue
             sampler.push(token)
-            after = sampler.distribution(logits, node)
-            if node == tree.drafted:
+            pushed += 1
+            after = _distribution_after(sampler, logits, node)
+            if after is None or node == tree.drafted:
+                # If no token may follow, this is the draft's last token, even if more were drafted.
                 if self._random.bernoulli(joint):
                     accepted, recovery = node, after
                 break
-            draft = _draft_distribution(tree, node + 1)
-            left = after.residual(draft, joint).sum()
+            target, draft = after, _draft_distribution(tree, node + 1)
+            left = target.residual(draft, joint).sum()
             if self._random.bernoulli(left / (left + 1 - joint) if left > 0 else 0):
-                accepted, recovery = node, _residual(after, draft, joint)
-        sampler.pop(tree.drafted)
+                accepted, recovery = node, _residual(target, draft, joint)
+        sampler.pop(pushed)
+        if recovery is None:
+            return AcceptedPath(tuple(range(1, accepted)), tree.tokens[accepted])
         return AcceptedPath(tuple(range(1, accepted + 1)), self._random.sample(recovery))
+
+
+def _distribution_after(sampler: Sampler, logits: Logits, node: int) -> Distribution | None:
+    """Return the target distribution after a drafted node, or None if every token is ruled out."""
+    if not sampler.greedy:
+        return sampler.draft_distribution(logits, node)
+    best = sampler.ranked(logits, node, 1)
+    return Distribution.point_mass(best[0]) if best else None
 
 
 def _draft_distribution(tree: TokenTree, node: int) -> Distribution:

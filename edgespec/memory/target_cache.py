@@ -172,7 +172,7 @@ class TargetCache:
             cache.add(self._tokens, shared)
         self._tokens = self._tokens[:shared]
         target.truncate(shared)
-        self._make_room(len(tokens), extra_tokens, stats)
+        self._make_room(len(tokens), max(extra_tokens, target.facts.capabilities.padding_tokens), stats)
         if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
             cache.restore(segment, tokens, target.length)

@@ -95,6 +95,35 @@ class TestViews:
             view.verify(TokenTree.chain(4))
         target.close()
 
+    def test_a_copy_frees_its_cache_with_that_of_the_target(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = load("full", tmp_path, initial_context_tokens=SMALL)
+        quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
+        view = target.self_draft(LowBit(str(tmp_path / "copy.gguf")))
+        own = view._context  # type: ignore[attr-defined]
+        make, sizes = LlamaContext.allocate, []
+
+        def allocate(self: LlamaContext, plan: ContextPlan) -> None:
+            if self is not own:
+                self._free()
+                raise MemoryBudgetError("no memory", "use fewer")
+            sizes.append(plan.tokens)
+            make(self, plan)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "allocate", allocate)
+            with pytest.raises(MemoryBudgetError):
+                target.resize(512)
+        assert 0 not in sizes
+        assert own.is_lost
+        assert (view.free_tokens, view.facts.kv_bytes) == (0, 0)
+        target.resize(SMALL)
+        target.prefill(tokens_for(target, 20))
+        view.verify(TokenTree.chain(4))
+        assert view.facts.kv_bytes == own.plan.kv_bytes
+        target.close()
+
     def test_a_view_refuses_to_resize(self, tmp_path: Path) -> None:
         target = load("split", tmp_path, initial_context_tokens=SMALL)
         with raises(CapabilityError, "uses the"):

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ClosedError
+from edgespec.errors import CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
 from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HeadModel
@@ -182,6 +184,51 @@ def test_a_head_is_not_loaded_during_a_reply_if_that_would_remove_its_tokens(tmp
     head_of(other, pair.head).close()
     model.close()
     other.close()
+
+
+def _two_heads(folder: Path) -> tuple[Pair, Pair]:
+    """Return a target with an EAGLE head, and the same target with a Medusa head, which reads a hook."""
+    medusa = _residual(folder, Layout("medusa"))
+    return Pair(medusa.target, Head("eagle", write_eagle(folder / "head.gguf", layers=(0, 1, 2)))), medusa
+
+
+def test_a_head_follows_a_target_whose_context_another_head_replaces(tmp_path: Path) -> None:
+    eagle, medusa = _two_heads(tmp_path)
+    tokens = list(range(20, 50))
+    rows = []
+    for others in ((), (medusa,)):
+        models: list[Any] = eagle.load()
+        head: Any = head_of(models[0], eagle.head)
+        before = models[0].context._generation
+        beside = [head_of(models[1], other.head) for other in others]
+        assert models[0].context._generation - before == len(others)
+        models[0].prefill(tokens[:-1])
+        rows.append(first_logits(head, HeadCache(head), tokens))
+        assert not head._context.whole.is_stale
+        for each in (*beside, head, *models):
+            each.close()
+    np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=1e-3)
+
+
+def test_a_context_that_cannot_be_reallocated_for_a_head_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, medusa = _two_heads(tmp_path)
+    models: list[Any] = medusa.load()
+
+    def no_memory(self: LlamaContext, plan: ContextPlan) -> None:
+        self._free()
+        raise MemoryBudgetError("no memory", "use fewer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaContext, "allocate", no_memory)
+        with pytest.raises(MemoryBudgetError):
+            head_of(models[0], medusa.head)
+    for model in models:
+        assert model._slot.is_lost
+        with pytest.raises(ContextFullError):
+            model.prefill([20, 21])
+        model.close()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
-"""The drafters that a method uses in a chat with images."""
+"""The drafters of a method: those for chats with images, and their draft length."""
 
 from __future__ import annotations
 
 import pytest
 
+from edgespec.api.runtime import Runtime
 from edgespec.decode.drafter_set import DrafterSet, ReplyKind
+from edgespec.methods.auto.controller import AutoConfig
+from edgespec.methods.auto.live_costs import LiveCosts
+from edgespec.methods.auto.loss_limit import LossLimits
+from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
+from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.ngram.drafter import NgramDrafter
 from tests.tables import table
 
@@ -35,3 +41,18 @@ def test_methods_that_read_the_target_do_not_draft_with_images(
 def test_drafters_are_named_unless_they_need_a_constraint() -> None:
     drafters = DrafterSet(table(0), {name: NgramDrafter() for name in ("ngram", "suffix", "grammar")})
     assert set(drafters.names) == {"ngram", "suffix"}
+
+
+def test_the_default_draft_length_is_known_without_running_the_drafters() -> None:
+    class Unready(NgramDrafter):
+        def warm_up(self) -> None:
+            raise AssertionError("the drafter was run")
+
+    config = AutoConfig(LossLimits(0.02, 2.0), LiveCosts(CostCurve((1, 2), (1.0, 1.1))), controls_named=True)
+    for auto_config, length in ((config, MAX_DRAFT_LENGTH), (None, FIXED_DRAFT_LENGTH)):
+        target = table(0)
+        drafters = DrafterSet(target, {"ngram": Unready(), "suffix": Unready()}, auto_config=auto_config)
+        with Runtime(target, None, drafters) as runtime:
+            for method, expected in (("ngram", length), ("ngram+suffix", length), ("none", 0)):
+                defaults = runtime.reply_defaults(method)
+                assert (defaults["method"], defaults["draft_length"]) == (method, expected)

@@ -62,15 +62,27 @@ class FixedGuess(Drafter):
         self._last = tokens[-1]
 
 
+class DeadEnds(ExactSampler):
+    """A sampler whose processors rule out every token after a 2."""
+
+    def draft_distribution(self, logits: Any, row: int) -> Any:
+        allowed = super().draft_distribution(logits, row)
+        return None if self.history[-1] == 2 else allowed
+
+
 def one_round(
-    rule: Rule, target: Table, propose: Callable[[ExactSampler, Any], TokenTree], greedy: bool = False
+    rule: Rule,
+    target: Table,
+    propose: Callable[[ExactSampler, Any], TokenTree],
+    greedy: bool = False,
+    make_sampler: type[ExactSampler] = ExactSampler,
 ) -> dict[Path, Fraction]:
     """Return the exact distribution of the tokens that one round emits."""
     chance = AllChances()
     acceptance = rule(chance)
 
     def experiment() -> Path:
-        sampler = ExactSampler(ROOT, greedy)
+        sampler = make_sampler(ROOT, greedy)
         tree = propose(sampler, acceptance)
         assert sampler.history == list(ROOT), "the drafter left the sampler elsewhere"
         logits = ExactModel(target, len(target(()))).verify(tree)
@@ -207,6 +219,35 @@ class TestOneRound:
         target = random_table(7, 3)
         emitted = one_round(rule, target, proposal(lambda: model_drafter(target), depth))
         assert {len(tokens) for tokens in emitted} == {depth + 1}
+
+
+class TestDeadEnds:
+    """After a token that no other may follow, a round ends, and the distribution stays exact."""
+
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("guess", [(2,), (2, 0, 1), (0, 2, 1), (1, 0, 2), (2, 2, 2)])
+    @pytest.mark.parametrize("seed", first(range(4), 2))
+    def test_drafts_without_probabilities(self, rule: Rule, guess: Path, seed: int) -> None:
+        target = random_table(seed, 3)
+        emitted = one_round(rule, target, lambda *_: TokenTree.chain(0, guess), make_sampler=DeadEnds)
+        assert_law(emitted, target, ROOT, 3)
+        assert not any(2 in tokens[:-1] for tokens in emitted)
+
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("branches", [(), (2,), (2, 2)])
+    @pytest.mark.parametrize("seed", first(range(4), 2))
+    def test_a_draft_model_that_does_not_know_them(
+        self, rule: Rule, branches: tuple[int, ...], seed: int
+    ) -> None:
+        target, draft = random_table(seed, 3), random_table(seed + 100, 3)
+
+        def propose(_sampler: ExactSampler, acceptance: Any) -> TokenTree:
+            drafted = proposal(lambda: model_drafter(draft, branches=branches), 2)
+            return drafted(ExactSampler(ROOT), acceptance)
+
+        emitted = one_round(rule, target, propose, make_sampler=DeadEnds)
+        assert_law(emitted, target, ROOT, 3)
+        assert not any(2 in tokens[:-1] for tokens in emitted)
 
 
 class TestBlockVerification:

@@ -228,9 +228,9 @@ class TestRealModels:
 class _TokenSampler(ExactSampler):
     """Samples the most probable token for the window."""
 
-    def token(self, logits: ExactLogits, row: int) -> int:
+    def ranked(self, logits: ExactLogits, row: int, count: int) -> list[int]:
         assert tuple(self.history) == logits.paths[row], "the sampler is at another position"
-        return self.ranked(logits, row, 1)[0]
+        return super().ranked(logits, row, count)
 
 
 class TestUnbiased:

@@ -185,6 +185,10 @@ class SharedHeadContext(SharedContext):
     def _run_together(self, parts: Sequence[PassPart]) -> None:
         kind = parts[0].kind
         assert kind in ("encode", "prefill", "draft")
+        if self._context.is_stale:
+            # Loading another head has replaced the target's context, to which this context has a pointer.
+            # That happens only between replies, so at most the head's cached tokens are lost.
+            self._reallocate()
         tokens, positions, sequences = JoinedParts.of(parts)
         inputs = np.concatenate([part.inputs for part in parts])
         rows = self._context.compute(HeadPass(kind, tokens, inputs, positions, sequences))

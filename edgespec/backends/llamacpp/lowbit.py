@@ -251,6 +251,13 @@ class LowBitView(SelfDraftView[GgufModel]):
         super().resized()
         if not self._has_full_context:
             return
+        if not self.facts.context_tokens:
+            # The target lost its KV cache, so free the copy's as well until the target's is reallocated. With
+            # a size of 0, llama.cpp would allocate the trained context length.
+            self._cells.truncate(0)
+            self._context.release()
+            self.facts = replace(self.facts, kv_bytes=0)
+            return
         plan = self._context.plan.with_tokens(self.facts.context_tokens)
         try:
             check_resize_fits([self._context.plan], [plan], self.facts.weight_bytes, self._options)

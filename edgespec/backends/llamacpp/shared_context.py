@@ -176,10 +176,16 @@ class SharedContext:
                         "a draft head cannot be loaded while replies are being generated",
                         "load the model together with the draft head",
                     )
-                self._context.allocate(self._context.plan)
-                for slot in self.slots:
-                    slot.attach(self._context.handle)
+                self._reallocate()
             self.scheduler.max_tokens = self._context.batch_tokens
+
+    def _reallocate(self) -> None:
+        """Replace the context with an empty one. If this fails, no slot has a KV cache."""
+        for slot in self.slots:
+            slot.detach()
+        self._context.allocate(self._context.plan)
+        for slot in self.slots:
+            slot.attach(self._context.handle)
 
     def set_max_threads(self, threads: int) -> None:
         """Set the maximum number of CPU threads, which is used while the machine is idle."""
@@ -232,9 +238,12 @@ class ContextSlot(KvSequences):
         self.max_width = max_pass_tokens(context)
 
     def attach(self, context: Any) -> None:
-        """Attach the llama_context that replaced the previous one."""
-        self._detach()
+        """Attach a new llama_context."""
         self._attach(context)
+
+    def detach(self) -> None:
+        """Detach the llama_context before it is freed."""
+        self._detach()
 
     @property
     def batch_tokens(self) -> int:

@@ -94,6 +94,9 @@ class PrefixCache:
         # Tokens that were in the model's KV cache when the user deleted all cached prefixes, and which must
         # not be stored again.
         self._deleted: Tokens | None = None
+        # The store's number of deletions when `_deleted` was set. Each reply's cache compares it on its own,
+        # because only the first one to notice a deletion sees it on the disk.
+        self._known_deletions = 0
 
     def for_model(self, model: LanguageModel, heads: Sequence[HeadState] = ()) -> PrefixCache:
         """Return a cache that shares the stored prefixes, for another context of the same model.
@@ -373,7 +376,9 @@ class PrefixCache:
         if disk and disk.was_cleared:
             disk.acknowledge_clear()
             self.store.clear()
-            self._deleted = sequence
+            self.store.deletions += 1
+        if self._known_deletions != self.store.deletions:
+            self._known_deletions, self._deleted = self.store.deletions, sequence
         return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
     def _handle_failure(self, error: Exception) -> None:

@@ -68,6 +68,7 @@ class SegmentStore:
     Attributes:
         hits: Number of prompts that reused a cached prefix.
         reused_tokens: Total number of prompt tokens reused instead of prefilled.
+        deletions: How often the user has deleted all cached prefixes.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class SegmentStore:
     ) -> None:
         self.tree = SegmentTree()
         self.lock = threading.RLock()
-        self.hits = self.reused_tokens = 0
+        self.hits = self.reused_tokens = self.deletions = 0
         self.max_bytes = max_bytes
         self.disk = disk
         self.available = available

@@ -248,7 +248,9 @@ class LookaheadDrafter(Drafter):
             if len(path) > len(others):
                 for token in others:
                     sampler.push(token)
-                column.next = sampler.token(logits, path[-1])
+                # If a constraint or a bias rules out every token after this guess, the column ends here.
+                best = sampler.ranked(logits, path[-1], 1)
+                column.next = best[0] if best else None
                 sampler.pop(len(others))
         sampler.pop(len(nodes))
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from edgespec import Runtime
 from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.session import SessionModels
 from edgespec.errors import BackendError
 from edgespec.memory.constants import PREFILL_SPEEDUP
 from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
@@ -393,6 +394,20 @@ def test_clearing_discards_the_open_prompt_too(tmp_path: Path) -> None:
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
     kept = keeper(table(1), tmp_path).sequences()
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
+
+
+def test_clearing_discards_the_open_prompts_of_all_replies(tmp_path: Path) -> None:
+    one, two = table(1), table(1)
+    more = [SessionModels(two, None, DrafterSet(two))]
+    kept = keeper(one, tmp_path)
+    with Runtime(one, None, DrafterSet(one), prefix_cache=kept, more_models=more) as runtime:
+        first = runtime.stream_tokens(CHATS[0], max_tokens=5)
+        next(first)
+        ask(runtime, CHATS[1], max_tokens=5)
+        first.wait()
+        assert one.length > len(SYSTEM) < two.length
+        delete_cached_prefixes(tmp_path)
+    assert list(tmp_path.rglob("*.kept")) == []
 
 
 def test_a_prefix_longer_than_the_context_is_not_restored(tmp_path: Path) -> None:
