@@ -161,6 +161,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
                 # Report a missing drafter now rather than at the first reply.
                 drafters.choose(method)
             session_models.append(SessionModels(each, draft.model if draft else None, drafters))
+        planned = _with_loaded_copies(planned, drafters.names)
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
@@ -203,6 +204,14 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         )
         undo.pop_all()
         return runtime
+
+
+def _with_loaded_copies(planned: LoadPlan, drafters: Collection[str]) -> LoadPlan:
+    """Return the plan without the low-bit copies of streamed weights if no drafter has loaded them."""
+    streaming = planned.plan.streaming
+    if streaming is None or any(method(name).needs == "copy" for name in drafters):
+        return planned
+    return replace(planned, plan=replace(planned.plan, streaming=replace(streaming, substitute_bytes=0)))
 
 
 def _unsaved_notice() -> str:

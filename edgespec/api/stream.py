@@ -94,7 +94,10 @@ class ReplyStream:
         self._cancelled = threading.Event()
         self._steps: Iterator[Step] | None = None
         self._chunks: deque[TextChunk] = deque()
-        self._reading = threading.Lock()
+        # Identifies the call that is reading or closing the stream. A lock could stay locked if Ctrl-C
+        # interrupted the program between `acquire` and `try`.
+        self._call: object | None = None
+        self._call_lock = threading.Lock()
         self._ended = False
 
     def __iter__(self) -> Iterator[TextChunk]:
@@ -152,14 +155,16 @@ class ReplyStream:
 
     def close(self) -> None:
         """Stop generating. The tokens generated so far stay in the KV cache."""
-        if not self._reading.acquire(blocking=False):
-            self.cancel()
-            return
+        call = object()
         try:
-            self._chunks.clear()
-            self._finish(failed=False)
+            if self._begin(call):
+                self._chunks.clear()
+                self._finish(failed=False)
+            else:
+                self.cancel()
         finally:
-            self._reading.release()
+            if self._call is call:
+                self._call = None
 
     def __del__(self) -> None:
         # Do not wait for the lock, because garbage collection may run in a thread that already holds it.
@@ -167,8 +172,23 @@ class ReplyStream:
             self._session.end_later(self.close)
 
     def _advance(self) -> None:
-        if not self._reading.acquire(blocking=False):
-            raise BusyError("another thread is reading this reply", "read each reply in a single thread")
+        call = object()
+        try:
+            if not self._begin(call):
+                raise BusyError("another thread is reading this reply", "read each reply in a single thread")
+            self._read_step()
+        finally:
+            if self._call is call:
+                self._call = None
+
+    def _begin(self, call: object) -> bool:
+        """Let a call read or close the stream, unless another call is doing so. The caller resets `_call`."""
+        with self._call_lock:
+            if self._call is None:
+                self._call = call
+            return self._call is call
+
+    def _read_step(self) -> None:
         try:
             if self._steps is None:
                 self._session = self._sessions.start(self._request)
@@ -196,8 +216,6 @@ class ReplyStream:
             # A reply stopped by Ctrl-C counts as cancelled rather than failed, and keeps its text.
             self._finish(failed=isinstance(error, Exception))
             raise
-        finally:
-            self._reading.release()
 
     def _add(self, step: Step) -> None:
         if step.prompt_logprobs is not None:
@@ -238,7 +256,9 @@ class ReplyStream:
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         if self._ended:
             return True
-        if not self._session.end(self._request, wait=wait):
+        # If the start was interrupted, the session that it reserved is not known.
+        sessions = self._sessions.sessions if self._steps is None else [self._session]
+        if not all(session.end(self._request, wait=wait) for session in sessions):
             return False
         self._ended = True
         self._certain_logprobs(self._text.finish())

@@ -297,14 +297,17 @@ class Session:
         """
         if self._is_forked:
             return True
-        if not self._state_lock.acquire(blocking=wait):
+        if wait:
+            # Ctrl-C between `acquire` and `try` would leave the lock locked, but `with` is safe.
+            with self._state_lock:
+                self._end(request)
+        elif self._state_lock.acquire(blocking=False):
+            try:
+                self._end(request)
+            finally:
+                self._state_lock.release()
+        else:
             return False
-        try:
-            ACTIVE_REPLIES.discard(request)
-            if self._active_request is request:
-                self._end()
-        finally:
-            self._state_lock.release()
         return True
 
     def end_later(self, close: Callable[[], None]) -> None:
@@ -348,8 +351,11 @@ class Session:
             self._idle_worker.stop()
             self._active_request, self._stopping = request, False
 
-    def _end(self) -> None:
-        """End the active request and start idle work. The caller must hold `_state_lock`."""
+    def _end(self, request: object) -> None:
+        """End a request if it is active, and start idle work. The caller must hold `_state_lock`."""
+        ACTIVE_REPLIES.discard(request)
+        if self._active_request is not request:
+            return
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -150,9 +151,23 @@ class Generation:
     async def start(self) -> None:
         """Queue the requests. Raises the same errors as `RequestQueue.stream_messages`.
 
-        Runs in a thread, because checking a constraint such as a JSON schema can take a while.
+        Runs in a thread of its own, because checking a constraint such as a JSON schema can take many
+        seconds. asyncio has only a few threads, and all requests need them.
         """
-        await asyncio.to_thread(self._submit)
+        submitted: Future[None] = Future()
+        # Mark the future as running, so that it is not cancelled together with the request.
+        submitted.set_running_or_notify_cancel()
+
+        def submit() -> None:
+            try:
+                self._submit()
+            except BaseException as error:
+                submitted.set_exception(error)
+            else:
+                submitted.set_result(None)
+
+        threading.Thread(target=submit, name="edgespec-server-submit", daemon=True).start()
+        await asyncio.wrap_future(submitted)
         for index, reply in enumerate(self._replies):
             threading.Thread(
                 target=self._read, args=(index, reply), name="edgespec-server-reply", daemon=True

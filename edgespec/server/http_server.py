@@ -19,6 +19,7 @@ from edgespec.api.sharing.host import Lent, ModelHost
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.server.app import create_app
 from edgespec.server.models import FoundModel, ModelPool
+from edgespec.server.responses import SEND_SECONDS
 from edgespec.server.service import Service
 from edgespec.server.settings import ServerSettings
 from edgespec.system.files import error_reason
@@ -42,6 +43,9 @@ _MAX_CONNECTIONS = 512
 _GRACE_SECONDS = 5.0
 # Timeout in seconds on shutdown for closing connections whose clients neither send nor read.
 _CLOSE_SECONDS = 10
+# Time in seconds after which a connection is dropped if its client has read nothing of the data left to send.
+# Chosen to match the timeout for sending a part of a response.
+_STALL_SECONDS = SEND_SECONDS
 
 
 class HttpServer:
@@ -171,16 +175,20 @@ def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundMo
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for request headers and support for half-closed connections.
+    """HTTP/1.1 with time limits for slow clients and support for half-closed connections.
 
-    uvicorn supports neither. Programs such as `nc -N` and some libraries close their side of the connection
-    after the request (`shutdown(SHUT_WR)`) and still read the response. On the wire, that looks the same as a
-    client that has gone away, whose reply must be cancelled. The two can only be told apart by sending
-    data, because a client that has gone away then resets the connection. The server therefore sends the
-    interim response `100 Continue`, which clients skip.
+    uvicorn supports neither. Its connections stay open until the client has read everything, which a
+    suspended program never does.
+
+    Programs such as `nc -N` and some libraries close their side of the connection after the request
+    (`shutdown(SHUT_WR)`) and still read the response. On the wire, that looks the same as a client that has
+    gone away, whose reply must be cancelled. The two can only be told apart by sending data, because a client
+    that has gone away then resets the connection. The server therefore sends the interim response `100
+    Continue`, which clients skip.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _stall_check: asyncio.TimerHandle | None = None
     _sends_no_more = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -198,7 +206,7 @@ class _TimedProtocol(H11Protocol):
         if self._sends_no_more and self._is_busy():
             self._check_reader_in(_READER_CHECK_SECONDS)
         elif self._sends_no_more:
-            self.transport.close()
+            self._close()
         elif not self._is_busy():
             self._start_timer()
 
@@ -209,6 +217,7 @@ class _TimedProtocol(H11Protocol):
         response is treated as gone.
         """
         if not self._is_busy() or self.cycle.more_body or self.cycle.response_started:
+            self._check_stall_later()  # The transport is about to be closed.
             return False
         if not self._sends_no_more:
             self._sends_no_more = True
@@ -238,11 +247,43 @@ class _TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall_check()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_stall_later()
+
+    def resume_writing(self) -> None:
+        # The rest can stall too, but while the connection is open, uvicorn may add to it.
+        if not self.transport.is_closing():
+            self._stop_stall_check()
+        super().resume_writing()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._check_stall_later()
+
+    def _check_stall_later(self) -> None:
+        self._stop_stall_check()
+        left_bytes = self.transport.get_write_buffer_size()
+        self._stall_check = self.loop.call_later(_STALL_SECONDS, self._check_stall, left_bytes)
+
+    def _check_stall(self, previous_bytes: int) -> None:
+        """Drop the connection if nothing was sent since the last check. Nothing was added in the meantime."""
+        if self.transport.get_write_buffer_size() >= previous_bytes:
+            self.transport.abort()
+        else:
+            self._check_stall_later()
+
+    def _stop_stall_check(self) -> None:
+        if self._stall_check:
+            self._stall_check.cancel()
+            self._stall_check = None
 
     def _start_timer(self) -> None:
         self._stop_timer()
-        self._deadline = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+        self._deadline = self.loop.call_later(_HEADER_SECONDS, self._close)
 
     def _stop_timer(self) -> None:
         if self._deadline:

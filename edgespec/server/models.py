@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,20 @@ from edgespec.model.model_facts import ModelInfo
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import load_catalogue, user_aliases
+from edgespec.store.download import fetch
 from edgespec.store.installed import (
     RecommendedSetting,
     find_installed,
     model_info_or_none,
     recommended_sampling,
 )
-from edgespec.store.reference import NameReference, PathReference, Resolved, parse_reference, resolve
+from edgespec.store.reference import (
+    NameReference,
+    PathReference,
+    Resolved,
+    parse_reference,
+    resolve_with,
+)
 from edgespec.system.files import format_bytes
 
 __all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]
@@ -205,6 +213,8 @@ class ModelPool:
         # Keeps references to running tasks, because asyncio holds only weak ones.
         self._unloading: set[asyncio.Task[None]] = set()
         self._budget_bytes = 0
+        # Whether the server's own model has been loaded. Until then, it may be downloaded.
+        self._has_loaded_own = False
         self._stopping = threading.Event()
 
     @property
@@ -250,12 +260,16 @@ class ModelPool:
                 raise
 
     async def find(self, name: str | None) -> FoundModel:
-        """Return the model that `name` refers to, or the server's own model if it is None.
+        """Return the model to load for a request that names it, or the server's own model if `name` is None.
+
+        The server's own model is downloaded if it is missing and has not been loaded yet.
 
         Raises:
+            CancelledError: The server was stopped during the download.
             ModelNotFoundError: There is no such model on this machine. The message lists the models.
         """
-        return await asyncio.to_thread(self._find, name)
+        download = not self._has_loaded_own
+        return await asyncio.to_thread(self._find, name, prepare=True, download=download)
 
     def find_shared(self, wanted: Identity) -> FoundModel | None:
         """Return the model that a chat on this machine can share, or None. Can be called from any thread.
@@ -267,7 +281,7 @@ class ModelPool:
             draft = entry.loaded.runtime.draft if entry.loaded else None
             if entry.identity is not None and entry.identity.fits(wanted, draft.path if draft else "none"):
                 return entry.found
-        own = self._found(self.own_name)
+        own = self._found(self.own_name, prepare=True)
         if any(entry.found.resolved.files == own.resolved.files for entry in entries):
             return None
         identity = Identity.of(self._options_for(own))
@@ -281,9 +295,9 @@ class ModelPool:
         return await asyncio.to_thread(self._known, self._loaded_by_files())
 
     async def describe(self, name: str | None) -> KnownModel:
-        """Describe the model that `name` refers to. Raises the same errors as `find`."""
-        found, loaded = await self.find(name), self._loaded_by_files()
-        return await asyncio.to_thread(_described, found.name, found.resolved, loaded)
+        """Describe the model that `name` refers to. Raises ModelNotFoundError like `find`."""
+        found = await asyncio.to_thread(self._find, name)
+        return await asyncio.to_thread(_described, found.name, found.resolved, self._loaded_by_files())
 
     def _loaded_by_files(self) -> dict[tuple[Path, ...], LoadedModel]:
         return {files: model for files, entry in self._entries.items() if (model := entry.loaded)}
@@ -306,23 +320,25 @@ class ModelPool:
                     known.setdefault(each.reference.lower(), model)
         return list(known.values())
 
-    def _find(self, name: str | None) -> FoundModel:
+    def _find(self, name: str | None, *, prepare: bool = False, download: bool = False) -> FoundModel:
+        """Return the model that `name` refers to. See `_found` for the arguments."""
+        found = partial(self._found, prepare=prepare, download=download)
         name = (name or "").strip() or self.own_name
         try:
-            return self._found(name)
+            return found(name)
         except ModelNotFoundError as error:
             problem = error
         plain = _ADDED.sub("", name)
         if plain != name:
             with suppress(ModelNotFoundError):
-                return replace(self._found(plain), name=name)
+                return replace(found(plain), name=name)
         names = self._recent_names()
         near = difflib.get_close_matches(name[:100].lower(), names, 2, _MISSPELT_SIMILARITY)
         others = [names[each] for each in near if each != self.own_name.lower()]
         unknown = _is_unknown(name)
         is_file = isinstance(problem, _FileNameError) and not (unknown and _is_path(name))
         if name in self._path_names or (self._settings.target and not others and not is_file and unknown):
-            return self._found(self.own_name)
+            return found(self.own_name)
         if is_file:
             raise problem
         raise ModelNotFoundError(_reason(name, problem), _advice(problem, others, list(names.values())))
@@ -335,13 +351,31 @@ class ModelPool:
             self._names_seconds = now
         return self._names
 
-    def _found(self, name: str) -> FoundModel:
-        """Return the model with exactly this name. Raises ModelNotFoundError if there is none."""
+    def _found(self, name: str, *, prepare: bool = False, download: bool = False) -> FoundModel:
+        """Return the model with exactly this name.
+
+        Args:
+            name: The name.
+            prepare: Whether to make the default copy of a packaged model. Do so before loading it. Otherwise,
+                `load` would make the copy, and the next request would find and load the copy as another
+                model.
+            download: Whether to download the server's own model if it is missing.
+
+        Raises:
+            ModelNotFoundError: There is no such model.
+        """
+
+        def should_continue(_description: str, _fraction: float) -> bool:
+            return not self._stopping.is_set()
+
         if name in (self.own_name, self._target):
-            return FoundModel(self.own_name, self._target, resolve(self._target))
+            fetch_own = partial(fetch, allow_download=download, progress=should_continue)
+            resolved = resolve_with(self._target, fetch_own, should_continue, prepare=prepare)
+            return FoundModel(self.own_name, self._target, resolved)
         if _is_path(name):
             raise _FileNameError(name)
-        resolved = resolve(name, allow_download=False)
+        never_fetch = partial(fetch, allow_download=False)
+        resolved = resolve_with(name, never_fetch, should_continue, prepare=prepare)
         if resolved.source == "path" and name.lower() not in user_aliases():
             # The name matches a file in the current folder.
             raise _FileNameError(name)
@@ -358,6 +392,7 @@ class ModelPool:
                 runtime = await asyncio.to_thread(
                     edgespec.load, **options, progress=lambda *_: not self._stopping.is_set()
                 )
+                self._has_loaded_own |= found.reference == self._target
                 if len(self.loaded) == 0 and runtime.plan:
                     self._budget_bytes = runtime.plan.budget.bytes
                 _log.info("loaded %s%s", runtime.target.name, _memory_note(runtime.plan))
@@ -431,7 +466,7 @@ class ModelPool:
         Raises:
             ModelNotFoundError: There is no such model.
         """
-        found = await self.find(name)
+        found = await asyncio.to_thread(self._find, name)
         await asyncio.shield(self._in_background(self._unload_if_loaded(found.resolved.files)))
 
     def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -93,3 +96,48 @@ def test_reply_after_an_interrupt_equals_a_fresh_one(
         assert list(fresh)
         assert said.reply.tokens == fresh.reply.tokens
     assert interrupted > 5
+
+
+class InterruptedEnd(Interrupted):
+    """Raises KeyboardInterrupt at one of the calls with which a stream begins or ends, or right after it.
+
+    Python itself checks for interrupts when a function of Python begins, and when a function in C returns.
+    """
+
+    def _at_call(self, frame: FrameType, event: str, _argument: object) -> None:
+        if event not in ("call", "c_return") or not {"api", "decode"} & set(
+            Path(frame.f_code.co_filename).parts
+        ):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("step", "parallel"), [("next", 1), ("next", 2), ("close", 1)])
+def test_a_stream_can_be_closed_after_an_interrupt(step: str, parallel: int) -> None:
+    options: dict[str, Any] = {"method": "suffix", "context": 256, "measure_costs": False, "threads": 1}
+    with edgespec.load("demo", "none", parallel=parallel, **options) as runtime:
+        for countdown in itertools.count(1):
+            stream = runtime.stream_tokens([5, 6, 7], max_tokens=20)
+            if step == "close":
+                next(stream)
+            with suppress(KeyboardInterrupt), InterruptedEnd(countdown) as interrupted:
+                if step == "close":
+                    stream.close()
+                else:
+                    next(stream)
+            # Another thread, so that the test fails rather than hangs if a lock is still held.
+            closing = threading.Thread(target=stream.close, daemon=True)
+            closing.start()
+            closing.join(20)
+            assert not closing.is_alive()
+            others = [runtime.stream_tokens([5, 6, 7], max_tokens=1) for _ in range(parallel)]
+            for each in others:
+                next(each)
+            for each in others:
+                each.close()
+            if interrupted.left > 0:
+                break
+        assert countdown > 10

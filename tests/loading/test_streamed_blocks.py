@@ -22,6 +22,7 @@ from edgespec.loading.streamed_blocks import prepare_substitutes
 from edgespec.methods.lowbit.substitutes import SUBSTITUTES_FILE, find_substitutes
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared
+from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_llama, write_mamba
 from tests.cases import first
 from tests.raising import raises
@@ -130,6 +131,15 @@ def test_copies_are_only_used_if_nothing_else_drafts(
     assert not any(item.role == "low-bit copy" for item in plan.items)
 
 
+def test_copies_are_not_used_with_a_draft_head(
+    big: Path, memory_bytes: int, prepared: PreparedModel, tmp_path: Path
+) -> None:
+    head = write_eagle(tmp_path / "eagle3-big.gguf", layers=(0, 1, 2))
+    plan = _plan(big, memory_bytes + 20 * _MIB, head=str(head)).plan
+    assert plan.streaming is not None
+    assert not plan.streaming.substitute_bytes
+
+
 def test_copies_are_not_planned_for_replies_that_share_passes(big: Path, prepared: PreparedModel) -> None:
     options = {"parallel": 2, "method": "auto"}
     memory = int(_plan(big, 1 << 40, **options).plan.total_bytes) - 25 * _MIB
@@ -155,6 +165,12 @@ def test_auto_loads_the_model_if_the_copies_cannot_be_loaded(
     with raises(CapabilityError, "cannot share weights", code="lowbit_not_supported"):
         _loaded(big, memory_bytes, "lowbit")
     with _loaded(big, memory_bytes, "auto") as runtime:
+        # Neither the notice nor the plan says that the copies draft.
+        assert runtime.plan is not None
+        assert runtime.plan.streaming is not None
+        assert not runtime.plan.streaming.substitute_bytes
+        assert runtime.plan.streaming.text in runtime.target.notice
+        assert "cannot share weights" in runtime.target.notice
         assert len(_tokens(runtime, 0.0, "suffix").tokens)
         with raises(OptionError, "cannot share weights", code="method_unavailable"):
             _tokens(runtime, 0.0, "lowbit")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -13,7 +16,9 @@ import pytest
 from pydantic import BaseModel
 
 import edgespec
+from edgespec.constraints import Constraint, ConstraintCompiler
 from edgespec.options.schemas.other_properties import closed_objects
+from edgespec.server.http_server import HttpServer
 from tests.server.conftest import MESSAGES, QUESTION
 
 SCHEMA: Any = {
@@ -327,3 +332,28 @@ def test_ollamas_options_must_not_contradict_the_request(http: httpx.Client) -> 
         assert reply.status_code == 400
         (name,) = inner
         assert f"{name} and options.{name} cannot be used together" in reply.text
+
+
+def test_slow_constraints_do_not_delay_other_requests(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than asyncio's default number of threads.
+    count = min(32, (os.cpu_count() or 1) + 4) + 2
+    started, released = threading.Semaphore(0), threading.Event()
+    check = ConstraintCompiler.check
+
+    def slow(self: ConstraintCompiler, constraint: Constraint) -> None:
+        started.release()
+        assert released.wait(60)
+        check(self, constraint)
+
+    monkeypatch.setattr(ConstraintCompiler, "check", slow)
+    body = {"prompt": "x", "max_tokens": 1, "regex": "a"}
+    with ThreadPoolExecutor(count) as clients:
+        try:
+            for _ in range(count):
+                clients.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+            assert all(started.acquire(timeout=20) for _ in range(count))
+            assert httpx.get(f"{server.url}/v1/models", timeout=20).status_code == 200
+        finally:
+            released.set()

@@ -71,6 +71,27 @@ def test_slow_headers_of_a_second_request_are_cut_off(victim: HttpServer) -> Non
         assert received(client) in (b"", b'{"status": "ok", "loaded": ["demo"]}')
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_client_that_never_reads_is_dropped(
+    victim: HttpServer, monkeypatch: pytest.MonkeyPatch, is_paused: bool
+) -> None:
+    monkeypatch.setattr("edgespec.server.http_server._STALL_SECONDS", 0.3)
+    if not is_paused:
+        # Act as if the rest were so small that the server may go on writing.
+        monkeypatch.setattr("edgespec.server.http_server._TimedProtocol.pause_writing", lambda _: None)
+    with connect(victim) as lazy:
+        port = lazy.getsockname()[1]
+        lazy.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        wait_until(lambda: port in client_ports())
+        wait_until(lambda: port not in client_ports())
+
+
+def client_ports() -> list[int]:
+    """Ports of the clients whose connections this process holds open."""
+    connections = psutil.Process().net_connections()
+    return [each.raddr.port for each in connections if each.raddr and each.status == psutil.CONN_ESTABLISHED]
+
+
 @pytest.mark.long
 def test_a_request_sent_before_the_last_reply_is_not_cut_off(victim: HttpServer) -> None:
     body = {"prompt": "To list files", "max_tokens": 400, "method": "none", "logit_bias": {"0": -100}}

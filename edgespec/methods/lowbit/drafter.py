@@ -70,6 +70,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
         # Raise only if the user named the method, because `auto` can draft with other methods.
         if "lowbit" in context.named:
             raise
+        context.notices.append(f"not drafting with the low-bit copy: {error.what}")
         return MissingDrafter(error.what, error.next_step)
     return draft_with(context, view, "lowbit")
 
