@@ -129,6 +129,7 @@ def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
 
 BITS = Exactness("auto", True, "are identical to plain decoding", (1, 2, 3), 1.0)
 ROUNDING = Exactness("auto", False, "can differ from plain decoding by rounding", (), 0.8)
+OFF = Exactness("off", False, ROUNDING.outcome, cause="exactness")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +152,8 @@ ROUNDING = Exactness("auto", False, "can differ from plain decoding by rounding"
             ["identical"],
         ),
         (
-            Exactness("off", False, f"{ROUNDING.outcome}, because exactness is off"),
-            ["can differ from those without the speed-up by rounding, because exactness is off"],
+            OFF,
+            ["can differ from those without the speed-up by rounding, because /set exactness off"],
             ["identical", "%"],
         ),
     ],
@@ -178,7 +179,7 @@ def test_the_chat_says_whether_replies_are_identical(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("exactness", [BITS, ROUNDING, Exactness("off", False, "can differ by rounding")])
+@pytest.mark.parametrize("exactness", [BITS, ROUNDING, OFF])
 async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
     exactness: Exactness, tmp_path: Path
 ) -> None:
