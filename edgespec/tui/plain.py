@@ -176,7 +176,7 @@ class PlainChat:
             if "method" in settings:
                 runtime.method_for(str(settings["method"]))
         except OptionError as error:
-            self.console.note(sentences("The setting `method` was removed", error.what))
+            self.console.note(sentences("The setting method was removed", error.what))
             del settings["method"]
         self.save()
 

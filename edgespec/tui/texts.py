@@ -64,6 +64,7 @@ _MIN_TOKENS = 20
 _SAME_SPEED = 0.95
 # Matches a command line option in text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+_CODE = re.compile(r"`([^`\n]+)`")
 # Separates the notices in `ModelFacts.notice`.
 _NOTICE_SEPARATOR = " · "
 _AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
@@ -519,15 +520,22 @@ def sentences(*texts: str) -> str:
     """Join texts, such as the parts of an error message, into sentences.
 
     Names of settings, files and models at the start of a sentence are not capitalised. Command line options
-    are replaced by the commands that change them in the chat.
+    are replaced by the commands that change them in the chat. See `in_chat`.
     """
-    texts = tuple(map(in_chat, texts))
+    texts = tuple(map(_with_commands, texts))
     starts = [text[0].upper() + text[1:] if _starts_with_word(text) else text for text in texts if text]
-    return " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts)
+    return _CODE.sub(r"\1", " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts))
 
 
 def in_chat(text: str) -> str:
-    """Replace command line options and commands in `text` with the chat's slash commands."""
+    """Replace command line options and commands in `text` with the chat's slash commands.
+
+    The chat shows these texts as they are, so the backticks around code are removed.
+    """
+    return _CODE.sub(r"\1", _with_commands(text))
+
+
+def _with_commands(text: str) -> str:
     for pattern, words in _IN_CHAT:
         text = pattern.sub(words, text)
     return _OPTION.sub(_chat_command, text)

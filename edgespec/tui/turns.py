@@ -89,7 +89,7 @@ class TurnScreen(ChatView):
             if "method" in self.current_chat.settings:
                 runtime.method_for(str(self.current_chat.settings["method"]))
         except OptionError as error:
-            problem = sentences("The setting `method` was removed", error.what)
+            problem = sentences("The setting method was removed", error.what)
             del self.current_chat.settings["method"]
         await self._show_current_chat()
         if problem:

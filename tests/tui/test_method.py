@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from edgespec import Exactness
+from edgespec.options.option import Option
 from edgespec.tui.commands.information import why_text
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.settings import LOAD_SETTINGS
 from edgespec.tui.texts import sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
 from edgespec.tui.widgets.details import StatusLine, details_content
 from tests.tui.driving import driving, until
@@ -125,6 +127,15 @@ def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
     )
     assert sentences("top_p is 2", "don't") == "top_p is 2. Don't."
     assert sentences("the file is gone") == "The file is gone."
+
+
+@pytest.mark.parametrize("option", LOAD_SETTINGS.values(), ids=LOAD_SETTINGS)
+def test_descriptions_have_no_backticks(option: Option) -> None:
+    assert "`" not in sentences(option.help)
+
+
+def test_advice_has_no_backticks() -> None:
+    assert sentences("x is 1", "use `auto` or --draft none") == "X is 1. Use auto or /draft none."
 
 
 BITS = Exactness("auto", True, "are identical to plain decoding", (1, 2, 3), 1.0)
