@@ -150,9 +150,9 @@ def _close_with_stdin(close: Callable[[], None]) -> None:
         return
 
     def wait() -> None:
-        patience: float | None = None
-        while select.select([number], (), (), patience)[0] and os.read(number, 4096):
-            patience = STDIN_SILENCE_SECONDS
+        timeout_seconds: float | None = None
+        while select.select([number], (), (), timeout_seconds)[0] and os.read(number, 4096):
+            timeout_seconds = STDIN_SILENCE_SECONDS
         close()
 
     threading.Thread(target=wait, daemon=True).start()
