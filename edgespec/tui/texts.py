@@ -97,11 +97,11 @@ _AFTER_LOSS = (
 )
 # Why replies can differ from those without the speed-up, keyed by `Exactness.cause`.
 _DIFFERENCES = {
-    "exactness": "by rounding, because /set exactness off allows it",
+    "exactness": "by rounding, because exactness is off",
     "workers": "by rounding, because edgespec does not test this with workers",
     "parallel": "by rounding, because replies are computed together; /set exactness bits runs them one after"
     " the other",
-    "acceptance": "because /set acceptance rejection can choose other tokens (with the same probabilities)",
+    "acceptance": "because acceptance rejection can choose other tokens (with the same probabilities)",
 }
 # Minimum loss of speed, as a fraction, for the chat to mention the cost of bit-identical replies.
 _NOTICEABLE_LOSS = 0.01

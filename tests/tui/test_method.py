@@ -164,7 +164,7 @@ OFF = Exactness("off", False, ROUNDING.outcome, cause="exactness")
         ),
         (
             OFF,
-            ["can differ from those without the speed-up by rounding, because /set exactness off"],
+            ["can differ from those without the speed-up by rounding, because exactness is off"],
             ["identical", "%"],
         ),
     ],
