@@ -35,7 +35,8 @@ __all__ = ["ConstraintCompiler", "ConstraintTrial"]
 _MAX_CHARACTERS = 1 << 18
 # Maximum number of characters to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 300
-# Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
+# The patterns below match llguidance's error messages, because it reports causes only as text. This one
+# matches the reason in messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _LOOK_AROUND = re.compile(r"lookarounds not supported yet; (Word|Start|End)")
 # Descriptions of the look-arounds that llguidance does not support, keyed by llguidance's names.
