@@ -199,7 +199,7 @@ async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
         await d.say("one")
         await d.send("/model demo-mlx")
         await d.said("This chat now uses other.")
-        assert ("--exact" in d.transcript()) == (exactness == ROUNDING)
+        assert ("/set exactness bits" in d.transcript()) == (exactness == ROUNDING)
 
 
 @pytest.mark.long
