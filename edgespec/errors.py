@@ -192,9 +192,17 @@ class ContextFullError(EdgespecError):
 
 
 class TemplateError(EdgespecError):
-    """Raised when a model has no usable chat template. Choose another model, or use raw prompts."""
+    """Raised when a model has no usable chat template. Choose another model, or use raw prompts.
+
+    Attributes:
+        reason: The template's own error message, if it rejects the messages. Empty otherwise.
+    """
 
     code = "template_invalid"
+
+    def __init__(self, what: str, next_step: str = "", *, code: str = "", reason: str = "") -> None:
+        super().__init__(what, next_step, code=code)
+        self.reason = reason
 
 
 class AttachmentError(EdgespecError):

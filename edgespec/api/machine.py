@@ -42,6 +42,7 @@ class MlxInfo:
         working_set_bytes: GPU memory limit recommended by Metal. 0 without Metal.
         problem: Why MLX is missing or cannot be loaded, in which case the other attributes are empty.
             Empty if MLX works.
+        is_installed: Whether both packages are installed, even if they cannot be loaded.
     """
 
     version: str = ""
@@ -51,6 +52,7 @@ class MlxInfo:
     cuda: bool = False
     working_set_bytes: int = 0
     problem: str = ""
+    is_installed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def _accelerator(vendors: Sequence[str]) -> str:
 
 def _mlx() -> MlxInfo:
     if not mlx_installed():
-        return MlxInfo(problem="not installed")
+        return MlxInfo(problem="not installed", is_installed=False)
     try:
         from edgespec.backends.mlx.build_info import build_info as mlx_build_info
 

@@ -17,6 +17,7 @@ from edgespec.model.image import Image
 
 __all__ = [
     "EARLY_ENDS",
+    "VETOES",
     "AttachedFile",
     "Message",
     "PlacedImage",
@@ -45,6 +46,9 @@ Role = Literal["user", "assistant", "system", "tool"]
 EARLY_ENDS = ("cancelled", "length", "context_full")
 """The values of `Message.ended_early` for replies that ended before the model was done."""
 
+VETOES = ("refused", "stopped")
+"""The values of `Message.ended_early` for tool calls that the user refused or stopped."""
+
 # The default text before and after a message's reasoning.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -67,7 +71,9 @@ class Message:
         images: The images in `content`, in order of appearance.
         reasoning_seconds: The time that the model spent on `reasoning`. None if it was not measured.
         ended_early: Why a model's reply ended before the model was done: `cancelled` (it was stopped),
-            `length` (it reached its maximum length) or `context_full`. Empty for a complete reply.
+            `length` (it reached its maximum length) or `context_full`. For a message with the role `tool`,
+            `refused` or `stopped` if the user prevented or ended the call. Empty for a complete reply or
+            call.
     """
 
     role: Role
@@ -223,8 +229,9 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
             "pass two strings, such as <think> and </think>, or leave the markers out",
             code="messages_invalid",
         )
-    ended_early = item.get("ended_early") if role == "assistant" else ""
-    ended_early = str(ended_early) if ended_early in EARLY_ENDS else ""
+    early_ends = {"assistant": EARLY_ENDS, "tool": VETOES}.get(role, ())
+    ended_early = item.get("ended_early")
+    ended_early = str(ended_early) if ended_early in early_ends else ""
     if role == "assistant" and not reasoning and not any(markers):
         return replace(reply_message(content), tool_calls=calls, ended_early=ended_early)
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))

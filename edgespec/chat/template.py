@@ -171,11 +171,13 @@ class ChatTemplate:
             return TemplateError(
                 f"the model's chat template rejects every message: {reason}",
                 "use `edgespec generate --raw` or another model",
+                reason=reason,
             )
         return TemplateError(
             f"the model's chat template rejects these messages: {reason}",
             "change or shorten the chat",
             code="template_rejects_messages",
+            reason=reason,
         )
 
     def _content_form(self, kind: str, progress: Progress | None) -> str | None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.cli.screen import line_of, rate
-from edgespec.options.methods import limit_text, no_draft_text
+from edgespec.options.methods import limit_text
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
     plan = preview.plan
     parts: list[RenderableType] = [
         _line(f"model {preview.target}"),
-        _line(f"draft model {preview.draft}" if preview.draft else no_draft_text(preview.why_no_draft)),
+        _line(f"draft model {preview.draft}" if preview.draft else preview.why_no_draft),
         *(_line(f"head {name}") for name in preview.heads),
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"KV cache type {plan.kv_type}"),
@@ -194,11 +194,11 @@ def _spread(spread: SpreadPrediction) -> list[str]:
     lines += [
         f"All layers on {name}: {rate(speed)} tokens per second." for name, speed in spread.alone.items()
     ]
-    if spread.faster_alone == "this machine":
+    if spread.is_faster_here:
         lines.append("This machine alone is faster. Omit --workers.")
     elif spread.faster_alone:
         lines.append(f"{spread.faster_alone} alone is faster. Name only this worker.")
-    elif spread.fits_here and "this machine" not in spread.alone:
+    elif spread.fits_here and not spread.is_measured_here:
         lines.append("The model also fits on this machine alone.")
     return lines
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from edgespec.cli.failures import DONE, INTERRUPTED
+from edgespec.cli.failures import DONE, INTERRUPTED, usage_error
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, WORKER_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
@@ -183,7 +183,7 @@ def _choose_models(
     source = ctx.get_parameter_source("target")
     if model is not None:
         if source is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"both {model!r} and --target name a model; omit one of them", ctx)
+            raise usage_error(f"both {model!r} and --target name a model", "omit one of them", ctx)
         options["target"] = model
         ignore_setting(ctx, "target")
         return False

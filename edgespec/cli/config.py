@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from edgespec.cli.failures import DONE, FAILED, describe
+from edgespec.cli.failures import DONE, FAILED, describe, usage_error
 from edgespec.cli.help import COMMANDS, HelpfulGroup
 from edgespec.cli.options import every_setting, json_option
 from edgespec.cli.screen import line_of, note, print_json, print_table, printable
@@ -235,7 +235,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     path = _key_path(key)
     option = _option_at(path, ctx)
     if len(values) > 1 and not option.multiple:
-        raise click.UsageError(f"{key} takes one value, not {len(values)}; put the value in quotes", ctx)
+        raise usage_error(f"{key} takes one value, not {len(values)}", "put the value in quotes", ctx)
     try:
         value = setting_value(path[-1], values if option.multiple else values[0])
         literal = _literal(option, values, value)
@@ -288,11 +288,9 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
     if len(path) == 2:
         if not (options := settings_of(path[0])):
             step = suggestion(path[0], [name for name in COMMANDS if settings_of(name)])
-            raise click.UsageError(f"there are no settings for a command {path[0]!r}; {step}", ctx)
+            raise usage_error(f"there are no settings for a command {path[0]!r}", step, ctx)
     elif len(path) > 2:
-        raise click.UsageError(
-            f"{'.'.join(path)!r} is not a valid key; use a key such as chat.temperature", ctx
-        )
+        raise usage_error(f"{'.'.join(path)!r} is not a valid key", "use a key such as chat.temperature", ctx)
     if path[-1] not in options:
         unknown = OptionError(*unknown_setting(path[-1], options), code="option_unknown")
         raise click.UsageError(str(unknown), ctx) from unknown

@@ -161,7 +161,7 @@ def _mlx(machine: MachineInfo) -> Check:
     install = setup_command(extra)
     if not library.version:
         # Report missing MLX only on Apple Silicon, where it is the faster backend.
-        wanted = machine.accelerator == "metal" or library.problem != "not installed"
+        wanted = machine.accelerator == "metal" or library.is_installed
         finding = (
             library.problem
             if wanted

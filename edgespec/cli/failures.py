@@ -13,7 +13,16 @@ from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.system.files import error_reason, write_advice
 from edgespec.system.spelling import nearest
 
-__all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "error_json", "exit_status"]
+__all__ = [
+    "DONE",
+    "FAILED",
+    "INTERRUPTED",
+    "WRONG_USAGE",
+    "describe",
+    "error_json",
+    "exit_status",
+    "usage_error",
+]
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 _DEBUG = "EDGESPEC_DEBUG"
@@ -26,6 +35,14 @@ def exit_status(error: Exception) -> int:
     if isinstance(error, CancelledError):
         return INTERRUPTED
     return WRONG_USAGE if isinstance(error, OptionError) else FAILED
+
+
+def usage_error(what: str, next_step: str, ctx: click.Context) -> click.UsageError:
+    """Return a usage error from whose cause `error_json` reads the two parts of the message."""
+    cause = OptionError(what, next_step)
+    error = click.UsageError(str(cause), ctx)
+    error.__cause__ = cause
+    return error
 
 
 def describe(error: Exception) -> str:
@@ -45,15 +62,13 @@ def error_json(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, click.NoSuchOption):
         fields = ("option_unknown", *_unknown_option(error), error.option_name)
     elif isinstance(error, click.UsageError):
-        what, _, next_step = _plain(error.format_message()).partition("; ")
-        fields = (OptionError.code, what, next_step, "")
+        fields = (OptionError.code, _plain(error.format_message()), "", "")
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         fields = (CancelledError.code, "interrupted", "", "")
     else:
         assert isinstance(error, Exception)
-        what, _, next_step = _line(error).removeprefix("error: ").partition("; ")
         expected = isinstance(error, click.ClickException | OSError)
-        fields = (EdgespecError.code if expected else "internal_error", what, next_step, "")
+        fields = (EdgespecError.code if expected else "internal_error", *_parts(error), "")
     return {"error": dict(zip(("code", "message", "next_step", "option"), fields, strict=True))}
 
 
@@ -62,16 +77,21 @@ def _line(error: Exception) -> str:
         return f"interrupted: {error}"
     if isinstance(error, EdgespecError):
         return f"error: {error}"
+    return f"error: {'; '.join(filter(None, _parts(error)))}"
+
+
+def _parts(error: Exception) -> tuple[str, str]:
+    """Return what failed and what to do, for an error that is not an EdgespecError."""
     if isinstance(error, click.ClickException):
-        return f"error: {_plain(error.format_message())}"
+        return _plain(error.format_message()), ""
     if isinstance(error, MemoryError):
-        return "error: out of memory; close other programs, or use a smaller model or a smaller --context"
+        return "out of memory", "close other programs, or use a smaller model or a smaller --context"
     if isinstance(error, OSError) and error.strerror:
         if not error.filename:
-            return f"error: {error_reason(error)}; check disk space and permissions"
-        return f"error: {error_reason(error)} ({error.filename}); {write_advice(error, Path(error.filename))}"
+            return error_reason(error), "check disk space and permissions"
+        return f"{error_reason(error)} ({error.filename})", write_advice(error, Path(error.filename))
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"error: {what}; this is a bug: please report it with the traceback that {_DEBUG}=1 shows"
+    return what, f"this is a bug: please report it with the traceback that {_DEBUG}=1 shows"
 
 
 def _wrong_usage(error: click.UsageError) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from edgespec.cli.failures import DONE, INTERRUPTED
+from edgespec.cli.failures import DONE, INTERRUPTED, usage_error
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import (
@@ -96,8 +96,8 @@ def command(
     omitted or just -, stdin is the whole prompt. To ignore stdin, add </dev/null.
     """
     if len([word for word in words if word != "-"]) > 1:
-        raise click.UsageError(
-            "the prompt must be a single argument; enclose it in quotes", click.get_current_context()
+        raise usage_error(
+            "the prompt must be a single argument", "enclose it in quotes", click.get_current_context()
         )
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json", click.get_current_context())
@@ -113,8 +113,8 @@ def _prompt_text(words: tuple[str, ...]) -> str:
     """Return the prompt: text from stdin, the prompt argument, or both, separated by a blank line."""
     must_read = "-" in words or not words
     if not words and (sys.stdin is None or is_terminal(sys.stdin)):
-        raise click.UsageError(
-            "no prompt was given; add one, or use - to read it from stdin", click.get_current_context()
+        raise usage_error(
+            "no prompt was given", "add one, or use - to read it from stdin", click.get_current_context()
         )
     text = read_stdin() if must_read else _read_piped_text()
     prompt = "\n\n".join(part for part in (text, *words) if part.strip() and part != "-")

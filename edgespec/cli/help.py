@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from edgespec.cli.failures import WRONG_USAGE
+from edgespec.cli.failures import WRONG_USAGE, usage_error
 from edgespec.system.spelling import nearest
 
 __all__ = [
@@ -138,7 +138,7 @@ class HelpfulCommand(_Helpful):
             if named := ctx.params.get("model"):
                 # The user is probably used to `ollama run MODEL PROMPT`.
                 hint = f"to get one reply, use: edgespec generate --target {shlex.quote(named)} {word}"
-            raise click.UsageError(f"unexpected argument {word}; {hint}", ctx)
+            raise usage_error(f"unexpected argument {word}", hint, ctx)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -187,5 +187,5 @@ class HelpfulGroup(_Helpful, click.Group):
                 hint = f"did you mean '{meant.replace('MODEL', model)}'?"
             else:
                 hint = f"available commands: {', '.join(known)}"
-            raise click.UsageError(f"no such command {name!r}; {hint}", ctx)
+            raise usage_error(f"no such command {name!r}", hint, ctx)
         return super().resolve_command(ctx, args)

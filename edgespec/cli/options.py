@@ -11,7 +11,6 @@ from click.shell_completion import CompletionItem
 
 from edgespec.cli.help import SectionOption
 from edgespec.cli.settings import SettingOption, use_preset
-from edgespec.errors import OptionError
 from edgespec.options.default_model import why_toy
 from edgespec.options.methods import method_names, methods_by_need
 from edgespec.options.option import (
@@ -103,7 +102,7 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
                 check_utf8(str(param.opts[-1] if param is not None else self.kind.metavar), value)
             value = self.kind.parse(value)
             if param is not None and not self.kind.repeatable:
-                _check(self.kind, param, value)
+                self.kind.check(param.opts[-1], value)
         return value
 
 
@@ -140,16 +139,6 @@ class OutputPath(click.Path):
         if value == "":
             self.fail("the path is empty", param, ctx)
         return super().convert(value, param, ctx)
-
-
-def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
-    name = str(param.name)
-    try:
-        return kind.check(name, value)
-    except OptionError as error:
-        raise OptionError(
-            error.what.replace(name, param.opts[-1], 1), error.next_step, code=error.code
-        ) from error
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -243,7 +232,7 @@ def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.
         settings["type"] = click.Choice(kind.values)
     if kind.repeatable:
         settings["multiple"] = True
-        settings["callback"] = lambda _ctx, param, values: _check(kind, param, values)
+        settings["callback"] = lambda _ctx, param, values: kind.check(param.opts[-1], values)
     if name == "target":
         settings["callback"] = _say_why_toy
     for kind_class, complete in _COMPLETERS.items():

@@ -13,14 +13,14 @@ from typing import Any
 
 import click
 
-from edgespec.cli.failures import DONE
+from edgespec.cli.failures import DONE, error_json
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import KindType
 from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import parse_address
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
-from edgespec.errors import OptionError
+from edgespec.errors import EdgespecError, OptionError
 from edgespec.options.option import Integer, Size
 from edgespec.system.checks import parse_size
 from edgespec.system.files import cache_folder, format_bytes
@@ -72,7 +72,7 @@ def command(trusts_network: bool, **options: Any) -> int:
     Otherwise, start the worker here, and pass its address to --workers on the other machine. Without
     --i-trust-this-network, only programs on this machine can connect to it. A worker runs one model at a
     time, and needs the same version of llama-cpp-python as the other machine. When it is ready, it prints its
-    address, versions, devices and memory as a line of JSON.
+    address, versions, devices and memory as a line of JSON. If it cannot start, it prints the error as JSON.
 
     Press Ctrl-C to stop the worker. If its input is a pipe, as with `ssh HOST edgespec worker`, it also stops
     when the pipe is closed.
@@ -108,18 +108,23 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 
     memory, cache = options["memory"], options["cache"]
     memory_bytes = None if memory is None else parse_size("--memory", memory)
-    server = WorkerServer(
-        __version__,
-        host,
-        port,
-        memory_bytes=memory_bytes,
-        cache=None
-        if cache is None
-        else WeightCache(cache_folder() / "workers", parse_size("--cache", cache)),
-        threads=options["threads"],
-        speed=saved_speed_json(),
-        note=note,
-    )
+    try:
+        server = WorkerServer(
+            __version__,
+            host,
+            port,
+            memory_bytes=memory_bytes,
+            cache=None
+            if cache is None
+            else WeightCache(cache_folder() / "workers", parse_size("--cache", cache)),
+            threads=options["threads"],
+            speed=saved_speed_json(),
+            note=note,
+        )
+    except EdgespecError as error:
+        # An edgespec that started this worker over SSH reads the error's code.
+        print_json(error_json(error))
+        raise
     stop.on_request(server.close)
     _close_with_stdin(server.close)
     status = server.status()
@@ -145,9 +150,9 @@ def _close_with_stdin(close: Callable[[], None]) -> None:
         return
 
     def wait() -> None:
-        patience: float | None = None
-        while select.select([number], (), (), patience)[0] and os.read(number, 4096):
-            patience = STDIN_SILENCE_SECONDS
+        timeout_seconds: float | None = None
+        while select.select([number], (), (), timeout_seconds)[0] and os.read(number, 4096):
+            timeout_seconds = STDIN_SILENCE_SECONDS
         close()
 
     threading.Thread(target=wait, daemon=True).start()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 from edgespec.cluster.link import ConnectProgress
 from edgespec.cluster.machines import SshAddress, WorkerAddress
@@ -52,6 +52,8 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20
+# Maximum length of a quoted error message in characters.
+_MAX_SHOWN_CHARACTERS = 300
 # Exit statuses of `ssh` for its own errors and of a shell that cannot find the command.
 _SSH_FAILED, _NOT_FOUND = 255, 127
 
@@ -165,6 +167,8 @@ class _Ssh:
         assert self._process.stdin
         self._stdin = self._process.stdin
         self._lines: SimpleQueue[bytes] = SimpleQueue()
+        # The error that the worker printed on stdout, or {} if it printed none.
+        self._error: dict[str, Any] = {}
         self._errors: deque[bytes] = deque(maxlen=_KEPT_ERROR_LINES)
         self._readers = [
             threading.Thread(target=_read_lines, args=(stream, add), name="edgespec-ssh", daemon=True)
@@ -196,8 +200,11 @@ class _Ssh:
                 if not line:
                     raise self._failure()
                 # A login shell may print other lines first.
-                if _printed_port(line) == self._worker_port:
+                printed = _printed(line)
+                if printed.get("port") == self._worker_port:
                     return True
+                if isinstance(error := printed.get("error"), dict):
+                    self._error = error
         return False
 
     def _failure(self) -> Exception:
@@ -205,9 +212,9 @@ class _Ssh:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._readers[1].join(_END_SECONDS)
-        lines = [_printable(line) for line in self._errors]
+        lines = [_printable(line.decode("utf-8", "replace")) for line in self._errors]
         text = "\n".join(lines)
-        last = shorten(next(filter(None, reversed(lines)), "it gave no reason").rstrip("."), 300)
+        last = _shown(next(filter(None, reversed(lines)), "it gave no reason").rstrip("."))
         status = self._process.returncode
         if status == _SSH_FAILED:
             return _connection_error(self._machine, text, last)
@@ -218,12 +225,15 @@ class _Ssh:
                 " $PWD/.venv/bin/edgespec ~/.local/bin/` in its source folder",
                 code="worker_not_started",
             )
-        if f"cannot listen on {LOOPBACK}:{self._worker_port}" in text:
+        if self._error.get("code") == "address_unavailable":
             return _PortTakenError(last)
-        # Prefer the line on which `edgespec worker` reports its own error and says what to do.
-        own = next((line for line in lines if line.startswith("error: ")), last)
+        # Wrong arguments and programs other than `edgespec worker` are reported only as text. Prefer the line
+        # with the error to the line with the usage after it.
+        own = next((line for line in lines if line.startswith("error: ")), last).removeprefix("error: ")
+        what, next_step = (_shown(self._error.get(key) or "") for key in ("message", "next_step"))
         return WorkerError(
-            f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}",
+            f"the worker on {self._machine} did not start: {what or own}",
+            next_step,
             code="worker_not_started",
         )
 
@@ -254,6 +264,7 @@ class _Ssh:
 
 
 def _connection_error(machine: SshAddress, text: str, last: str) -> Exception:
+    # `ssh` exits with the same status for all of its own errors, so only the text tells them apart.
     if "Address already in use" in text or "forwarding failed" in text:
         return _PortTakenError(last)
     by_hand = f"set up SSH so that `ssh {machine}` connects without asking for a password or anything else"
@@ -275,15 +286,21 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _printable(line: bytes) -> str:
-    return "".join(filter(str.isprintable, line.decode("utf-8", "replace"))).strip()
+def _printable(text: object) -> str:
+    return "".join(filter(str.isprintable, str(text))).strip()
 
 
-def _printed_port(line: bytes) -> object:
+def _shown(text: object) -> str:
+    return shorten(_printable(text), _MAX_SHOWN_CHARACTERS)
+
+
+def _printed(line: bytes) -> dict[str, Any]:
+    """Return the JSON object that the worker printed, or {} if the line is not one."""
     try:
-        return json.loads(line)["port"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _read_lines(stream: IO[bytes], add: Callable[[bytes], None]) -> None:

@@ -35,7 +35,8 @@ __all__ = ["ConstraintCompiler", "ConstraintTrial"]
 _MAX_CHARACTERS = 1 << 18
 # Maximum number of characters to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 300
-# Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
+# The patterns below match llguidance's error messages, because it reports causes only as text. This one
+# matches the reason in messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _LOOK_AROUND = re.compile(r"lookarounds not supported yet; (Word|Start|End)")
 # Descriptions of the look-arounds that llguidance does not support, keyed by llguidance's names.
@@ -51,8 +52,8 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Maximum number and total size in bytes of cached constraints. They are cached because programs often send
 # the same schema with every request. The size is limited because a constraint of 10 characters can use 50
 # MiB.
-_MAX_KEPT = 8
-_MAX_KEPT_BYTES = 48 << 20
+_MAX_CACHED = 8
+_MAX_CACHED_BYTES = 48 << 20
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _TRIAL_CPU_SECONDS = 5.0
 # Maximum time in seconds to wait for the child process. This exceeds the CPU time limit, because the process
@@ -96,7 +97,7 @@ class ConstraintCompiler:
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
-        self._kept: dict[Constraint, _Compiled] = {}
+        self._cache: dict[Constraint, _Compiled] = {}
         # Guards the cached constraints and the creation of the tokenizer.
         self._lock = threading.Lock()
 
@@ -161,34 +162,34 @@ class ConstraintCompiler:
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
         """Return a new matcher, positioned at the start of the reply."""
-        if matcher := self._kept_matcher(constraint):
+        if matcher := self._cached_matcher(constraint):
             return matcher
         text = _checked_text(constraint)
         with _borrowed_trial() as trial:
             # Another thread may have compiled this constraint in the meantime.
-            if matcher := self._kept_matcher(constraint):
+            if matcher := self._cached_matcher(constraint):
                 return matcher
             compiled = self._compile(constraint.option, text, trial)
-            self._keep(constraint, compiled)
+            self._add_to_cache(constraint, compiled)
         return compiled.matcher.deep_copy()
 
-    def _kept_matcher(self, constraint: Constraint) -> LLMatcher | None:
+    def _cached_matcher(self, constraint: Constraint) -> LLMatcher | None:
         with self._lock:
-            compiled = self._kept.pop(constraint, None)
+            compiled = self._cache.pop(constraint, None)
             if compiled is None:
                 return None
-            self._kept[constraint] = compiled
+            self._cache[constraint] = compiled
             return compiled.matcher.deep_copy()
 
-    def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
+    def _add_to_cache(self, constraint: Constraint, compiled: _Compiled) -> None:
         """Cache a compiled constraint. If the cache is full, evict the least recently used ones."""
         with self._lock:
-            self._kept[constraint] = compiled
-            while len(self._kept) > 1 and (
-                len(self._kept) > _MAX_KEPT
-                or sum(each.size_bytes for each in self._kept.values()) > _MAX_KEPT_BYTES
+            self._cache[constraint] = compiled
+            while len(self._cache) > 1 and (
+                len(self._cache) > _MAX_CACHED
+                or sum(each.size_bytes for each in self._cache.values()) > _MAX_CACHED_BYTES
             ):
-                del self._kept[next(iter(self._kept))]
+                del self._cache[next(iter(self._cache))]
 
     def _compile(self, option: str, text: str, trial: ConstraintTrial) -> _Compiled:
         result = trial.run(option, text)

@@ -211,4 +211,6 @@ def exactness_for(exactness: Exactness | None, *, acceptance: str, temperature: 
     """
     if exactness is None or not exactness.bits or acceptance != "rejection" or temperature == 0:
         return exactness
-    return replace(exactness, bits=False, outcome=_REJECTION, widths=(), expected_speed=None)
+    return replace(
+        exactness, bits=False, outcome=_REJECTION, widths=(), expected_speed=None, cause="acceptance"
+    )

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from edgespec.errors import OptionError
+from edgespec.errors import OptionError, about_option
 
-__all__ = ["SETTING_RANGES", "SamplingParams", "SettingRange"]
+__all__ = ["SETTING_RANGES", "SamplingParams", "SettingRange", "check_biases"]
 
 
 class SettingRange(NamedTuple):
@@ -27,6 +27,25 @@ class SettingRange(NamedTuple):
     high: float
     off: float | None
     hint: str
+
+    def check(self, name: str, value: Any) -> float:
+        """Return `value` as a Python number.
+
+        Args:
+            name: The setting's name, for the error message.
+            value: The value to check.
+
+        Raises:
+            OptionError: `value` is not a number of the right type, or is out of range.
+        """
+        is_whole = isinstance(self.low, int)
+        number = _plain(value, Integral if is_whole else Real)
+        if number is None or not self.low <= number <= self.high:
+            span = f"{self.low} to {self.high}" if is_whole else f"{self.low:g} to {self.high:g}"
+            kind = "an integer" if is_whole else "a number"
+            raise OptionError(f"{name} must be {kind} from {span}, not {value!r}", self.hint)
+        checked: float = number
+        return checked
 
 
 SETTING_RANGES = {
@@ -79,37 +98,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, (lowest, highest, _, hint) in SETTING_RANGES.items():
-            given, is_whole = getattr(self, name), isinstance(lowest, int)
-            value = _plain(given, Integral if is_whole else Real)
-            if value is None or not lowest <= value <= highest:
-                span = f"{lowest} to {highest}" if is_whole else f"{lowest:g} to {highest:g}"
-                kind = "an integer" if is_whole else "a number"
-                raise OptionError(f"{name} must be {kind} from {span}, not {given!r}", hint, option=name)
-            object.__setattr__(self, name, value)
-        biases: Any = self.logit_bias
-        if not isinstance(biases, Mapping):
-            raise OptionError(
-                f"logit_bias must be a dict, not {biases!r}",
-                'map token IDs to numbers, such as {"1523": -2.5}',
-                option="logit_bias",
-            )
-        plain: dict[int, float] = {}
-        for token, bias in biases.items():
-            token_id, number = _plain(token, Integral), _plain(bias, Real)
-            if token_id is None or token_id < 0:
-                raise OptionError(
-                    f"logit_bias contains an invalid token ID: {token!r}",
-                    "use non-negative integers",
-                    option="logit_bias",
-                )
-            if number is None or not number < math.inf:
-                raise OptionError(
-                    f"logit_bias for token {token} must be a finite number or -inf, not {bias!r}",
-                    option="logit_bias",
-                )
-            plain[token_id] = number
-        object.__setattr__(self, "logit_bias", plain)
+        for name, limits in SETTING_RANGES.items():
+            with about_option(name):
+                object.__setattr__(self, name, limits.check(name, getattr(self, name)))
+        with about_option("logit_bias"):
+            object.__setattr__(self, "logit_bias", check_biases("logit_bias", self.logit_bias))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -127,6 +120,31 @@ class SamplingParams:
         return self.penalty_window != 0 and (
             self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
+
+
+def check_biases(name: str, biases: Any) -> dict[int, float]:
+    """Return a copy of `biases` with Python numbers.
+
+    Args:
+        name: The setting's name, for the error message.
+        biases: The value to check.
+
+    Raises:
+        OptionError: `biases` is not a mapping from token IDs to numbers.
+    """
+    if not isinstance(biases, Mapping):
+        raise OptionError(
+            f"{name} must be a dict, not {biases!r}", 'map token IDs to numbers, such as {"1523": -2.5}'
+        )
+    plain: dict[int, float] = {}
+    for token, bias in biases.items():
+        token_id, number = _plain(token, Integral), _plain(bias, Real)
+        if token_id is None or token_id < 0:
+            raise OptionError(f"{name} contains an invalid token ID: {token!r}", "use non-negative integers")
+        if number is None or not number < math.inf:
+            raise OptionError(f"{name} for token {token} must be a finite number or -inf, not {bias!r}")
+        plain[token_id] = number
+    return plain
 
 
 def _plain(value: Any, kind: type[Integral] | type[Real]) -> Any:

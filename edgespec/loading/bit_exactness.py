@@ -51,9 +51,9 @@ from edgespec.loading.constants import (
     STEPS_AFTER,
     SURELY_TESTED_WIDTH,
     TRIAL_TOKENS,
-    UNTESTED_BLOCK_TOKENS,
     WIDE_PASSES,
 )
+from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import EarlyExit, LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
 
@@ -76,7 +76,7 @@ class WidthClass:
 
     widths: tuple[int, ...]
     trees: bool = False
-    block_tokens: int = UNTESTED_BLOCK_TOKENS
+    block_tokens: int = READ_TOKENS
     any_threads: bool = True
     is_complete: bool = False
 
@@ -501,7 +501,7 @@ class _Trial:
         """Return the size of the blocks into which prompts must be split. See `WidthClass.block_tokens`."""
         if not whole and self.model.facts.capabilities.partial_truncate:
             # No wide prefill pass was run, so its kernels are untested.
-            return UNTESTED_BLOCK_TOKENS
+            return READ_TOKENS
         count = min(SPLIT_TOKENS, len(self.tokens) - STEPS_AFTER)
         expected = (whole,) if whole else self._split_digest(count, (count,), self.model.prefill)
 
@@ -523,7 +523,7 @@ class _Trial:
         ):
             return 1
         split = self._split_digest(count, BLOCK_SPLIT, self.model.prefill)
-        return BLOCK_TOKENS if split == expected else UNTESTED_BLOCK_TOKENS
+        return BLOCK_TOKENS if split == expected else READ_TOKENS
 
     def _split_digest(
         self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]

@@ -57,7 +57,6 @@ __all__ = [
     "TOKEN_RATIO",
     "TRIAL_TOKENS",
     "TYPICAL_LAYERS",
-    "UNTESTED_BLOCK_TOKENS",
     "WIDE_PASSES",
 ]
 
@@ -142,12 +141,10 @@ PASSES, FEWER_PASSES, WIDE_PASSES = 4, 2, 1
 EQUAL_PASSES = 4
 # The KV cells of this many prompt tokens are compared after processing the prompt in passes of the sizes in
 # `ANY_SPLIT` and `BLOCK_SPLIT`. The sizes were chosen so that each split covers these tokens exactly once,
-# and those in `BLOCK_SPLIT` are multiples of `BLOCK_TOKENS`.
+# and those in `BLOCK_SPLIT` are multiples of `BLOCK_TOKENS`. If passes of `BLOCK_TOKENS` tokens differ from
+# wider ones, or were not tested, prompts are split into blocks of `READ_TOKENS` (`memory/constants.py`).
 SPLIT_TOKENS = 48
 ANY_SPLIT, BLOCK_SPLIT, BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
-# Number of tokens per pass over a prompt if passes of `BLOCK_TOKENS` tokens differ from wider ones, or were
-# not tested. The number was chosen to limit the number of passes over a prompt.
-UNTESTED_BLOCK_TOKENS = 256
 
 # --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `planning.py`) ---
 

@@ -186,26 +186,27 @@ def load_exact_target(
             undo.pop_all()
         return LoadedTarget(models, costs, changed)
 
-    if why_not := _why_unrestricted(options, requested):
+    if unrestricted := _unrestricted(options, requested):
         # Passes stay unrestricted, because `exact` only selects kernels whose results depend less on the pass
         # width.
         loaded = load(replace(options, exact=requested != "off"))
-        return _described(loaded, Exactness(requested, False, why_not))
+        return _described(loaded, unrestricted)
     return _ExactLoading(pair, options, requested, exits_early, load, file_states, progress).run()
 
 
-def _why_unrestricted(options: LoadOptions, requested: str) -> str:
-    rounding = "can differ from plain decoding by rounding"
+def _unrestricted(options: LoadOptions, requested: str) -> Exactness | None:
+    """Return the report for options with which passes are not restricted, or None if the target is tested."""
     if requested == "off":
-        return f"{rounding}, because --exactness off allows it"
-    if options.workers is not None:
-        return f"{rounding}, because edgespec does not test this with workers"
-    if options.parallel > 1:
-        return (
-            f"{rounding}, because replies are computed together (--parallel); --exact runs them one after"
-            " the other"
-        )
-    return ""
+        cause, why = "exactness", "--exactness off allows it"
+    elif options.workers is not None:
+        cause, why = "workers", "edgespec does not test this with workers"
+    elif options.parallel > 1:
+        cause = "parallel"
+        why = "replies are computed together (--parallel); --exact runs them one after the other"
+    else:
+        return None
+    outcome = f"can differ from plain decoding by rounding, because {why}"
+    return Exactness(requested, False, outcome, cause=cause)
 
 
 def _described(loaded: LoadedTarget, exactness: Exactness) -> LoadedTarget:

@@ -47,7 +47,8 @@ class ModelPair:
     Attributes:
         target: The target.
         draft: The draft model, or None.
-        why_no_draft: Why there is no draft model. Empty if there is one.
+        why_no_draft: Why there is no draft model, as a clause that mentions the draft model. Empty if there
+            is one.
         why_draft: Why `auto` chose this draft model. Empty if the user chose it or the catalogue recommends
             it.
         draft_is_automatic: Whether `auto` chose the draft model. If loading it fails, it is replaced.
@@ -165,7 +166,7 @@ def find_pair(
     on_workers = drafting.arguments["workers"] is not None
     names_head = any(head.source == "named" for head in heads.chosen)
     if names_head and draft == "auto" and not drafting.needs_draft_model:
-        choice = DraftChoice(None, "using the draft head instead")
+        choice = DraftChoice(None, "the draft head is used instead of a draft model")
     else:
         # This machine's memory does not limit a target whose layers are on workers.
         limits = replace(options, memory_bytes=None) if on_workers else options

@@ -43,7 +43,8 @@ class Preview:
         target, draft: Names of the models. `draft` is None if there is no draft model.
         notes: User-facing notes on how the model names were resolved to files, and on draft models that
             cannot be loaded.
-        why_no_draft: Why there is no draft model. Empty if there is one.
+        why_no_draft: Why there is no draft model, as a clause that mentions the draft model. Empty if there
+            is one.
         heads: Names of the heads to draft with, most preferred first.
         why_no_head: Why there is no head, or why heads were dropped. Empty otherwise.
         why_heads: Notice that names the chosen heads. Empty if the user chose the head.

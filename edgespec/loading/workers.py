@@ -21,7 +21,7 @@ from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
 from edgespec.model.base import LoadOptions, Progress
-from edgespec.model.memory_estimate import MachineShare
+from edgespec.model.memory_estimate import THIS_MACHINE, MachineShare
 from edgespec.model.model_facts import OutputLayer, PassWeights
 from edgespec.model.registry import FileFormat, format_of
 from edgespec.options.methods import head_names, methods
@@ -34,7 +34,6 @@ __all__ = ["SpreadPrediction", "connect_workers", "for_workers", "predict_spread
 _UNSUPPORTED = (
     "parallel", "gpu_layers", "experts", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
 )  # fmt: skip
-_HERE = "this machine"
 
 
 def for_workers(drafting: DraftingOptions) -> DraftingOptions:
@@ -168,7 +167,7 @@ class SpreadPrediction:
         unmeasured: The machines that hold part of the target but have not been measured by `edgespec
             recommend`.
         alone: The expected speed with all layers on one machine, for each measured machine that can hold
-            them.
+            them. Keyed by the machines' names, as in `MachineShare`.
         fits_here: Whether the whole target fits on this machine.
         disturbed: The machines on which other programs were busy during the measurement.
         faster_alone: A machine in `alone` that is faster than all machines together. Empty if there is none.
@@ -182,6 +181,16 @@ class SpreadPrediction:
     fits_here: bool
     faster_alone: str
     disturbed: tuple[str, ...] = ()
+
+    @property
+    def is_faster_here(self) -> bool:
+        """Whether this machine alone is faster than all machines together."""
+        return self.faster_alone == THIS_MACHINE
+
+    @property
+    def is_measured_here(self) -> bool:
+        """Whether the speed with all layers on this machine is known."""
+        return THIS_MACHINE in self.alone
 
     def to_json(self) -> dict[str, Any]:
         """Return the prediction as JSON-compatible values."""
@@ -240,8 +249,8 @@ def predict_spread(
         part = {name: round(size * fraction) for name, size in weights.bytes_of.items()}
         return None if speed is None else trips[machine] + speed.pass_seconds(PassWeights(part, layers))
 
-    parts = {_HERE: seconds(0, fractions[0], machines[0].layers)}
-    alone = {_HERE: seconds(0, 1.0, layers)} if fits_here else {}
+    parts = {THIS_MACHINE: seconds(0, fractions[0], machines[0].layers)}
+    alone = {THIS_MACHINE: seconds(0, 1.0, layers)} if fits_here else {}
     for machine, share in enumerate(machines[1:], 1):
         if share.layers:
             parts[share.name] = seconds(machine, fractions[machine], share.layers)

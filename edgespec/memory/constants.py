@@ -74,8 +74,9 @@ CHECK_SECONDS = 1.0
 # --- Prefilling and scoring prompts (`target_cache.py`) ---
 
 # Number of tokens per pass over a prompt if KV cells depend on how it is split into passes. Only the last
-# pass over whole blocks, and the pass over the tokens after them, can be shorter. Derived from
-# `UNTESTED_BLOCK_TOKENS` (`loading/constants.py`), which has the same value.
+# pass over whole blocks, and the pass over the tokens after them, can be shorter. Also the size of a block if
+# no smaller one is known to give the same KV cells. The number was chosen to limit the number of passes over
+# a prompt.
 READ_TOKENS = 256
 # Number of tokens per pass when reprocessing a reply in idle time. The value was chosen to be small, because
 # a new request may have to wait for one such pass.

@@ -20,6 +20,7 @@ __all__ = [
     "GPU",
     "MEMORY",
     "MODEL_MEMORY_KINDS",
+    "THIS_MACHINE",
     "ExpertShares",
     "MachineShare",
     "MemoryEstimate",
@@ -34,6 +35,9 @@ __all__ = [
     "requested_context",
     "round_up_to_block",
 ]
+
+THIS_MACHINE = "this machine"
+"""The name of the target's own machine in `MachineShare.name` and in the JSON output."""
 
 ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
 MODEL_MEMORY_KINDS: tuple[ModelMemoryKind, ...] = get_args(ModelMemoryKind)
@@ -76,7 +80,7 @@ class MachineShare:
     """One machine's share of a target whose layers are split across several machines.
 
     Attributes:
-        name: The worker's address, or `this machine`.
+        name: The worker's address, or `THIS_MACHINE`.
         layers: Number of layers.
         weight_bytes: Size of the weights, including the embedding on the target's own machine.
         cache_bytes: Size of the KV cache.

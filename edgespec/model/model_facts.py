@@ -124,6 +124,8 @@ class Exactness:
         widths: Pass widths that agree bit for bit. Empty if passes are not restricted.
         expected_speed: Expected speed with only these passes, as a fraction of the unrestricted speed. If
             replies can differ, this is the speed to expect with `bits`. None if it was not measured.
+        cause: What makes replies differ: the option `exactness`, `workers`, `parallel` or `acceptance`. Empty
+            if replies are identical, or if `auto` gave that up for speed.
     """
 
     requested: str
@@ -131,6 +133,7 @@ class Exactness:
     outcome: str
     widths: tuple[int, ...] = ()
     expected_speed: float | None = None
+    cause: str = ""
 
     @property
     def reason(self) -> str:

@@ -33,7 +33,6 @@ __all__ = [
     "method_names",
     "methods",
     "methods_by_need",
-    "no_draft_text",
     "parse_method",
     "readers_of",
     "register",
@@ -343,11 +342,6 @@ CHAT = Wording(
     limit="",
 )
 """The terms used by the chat, which names drafters after the source of their tokens."""
-
-
-def no_draft_text(reason: str) -> str:
-    """Return a sentence that explains why there is no draft model, without a full stop."""
-    return reason if reason.startswith("no draft model") else f"no draft model: {reason}"
 
 
 def limit_text(source: str) -> str:

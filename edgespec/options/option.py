@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_origin, get_type_hints
 
 from edgespec.cluster.machines import parse_machines
-from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
+from edgespec.engine.sampling_params import SettingRange, check_biases
 from edgespec.errors import OptionError, about_option
 from edgespec.options.methods import methods_by_need, parse_method
 from edgespec.options.schemas.other_properties import closed_objects
@@ -97,10 +97,18 @@ class Kind:
         return text
 
     def check(self, name: str, value: Any, /) -> Any:
-        """Check and normalise a value. Raises OptionError if it is invalid."""
+        """Check and normalise a value.
+
+        Args:
+            name: The option's name for the error message, such as `top_k` or, on the command line, `--top-k`.
+            value: The value to check.
+
+        Raises:
+            OptionError: The value is invalid.
+        """
         return check_text(name, value, "one text")
 
-    def json_schema(self, _name: str) -> dict[str, Any]:
+    def json_schema(self) -> dict[str, Any]:
         """Return the value's limits as JSON Schema keywords, for the server's OpenAPI description."""
         return {}
 
@@ -187,7 +195,7 @@ class Choice(Kind):
             raise OptionError(f"{name} must be one of {', '.join(self.values)}, not {value!r}")
         return str(value)
 
-    def json_schema(self, _name: str) -> dict[str, Any]:
+    def json_schema(self) -> dict[str, Any]:
         return {"enum": [*self.values, None]}
 
 
@@ -217,7 +225,7 @@ class Integer(Kind):
     def check(self, name: str, value: Any) -> int:
         return check_integer(name, value, self.low, self.high, self.hint)
 
-    def json_schema(self, _name: str) -> dict[str, Any]:
+    def json_schema(self) -> dict[str, Any]:
         return {"minimum": self.low, "maximum": self.high}
 
 
@@ -516,8 +524,9 @@ def _pydantic_schema(name: str, model: type, hint: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingNumber(Kind):
-    """A numeric sampling setting. `SamplingParams` checks its type and range."""
+    """A numeric sampling setting within `limits`."""
 
+    limits: SettingRange
     metavar: str = "X"
     convert: Callable[[str], float] = float
 
@@ -525,17 +534,16 @@ class SamplingNumber(Kind):
         return converted(text, self.convert)
 
     def check(self, name: str, value: Any) -> Any:
-        settings: dict[str, Any] = {name: value}
-        return getattr(SamplingParams(**settings), name)
+        return self.limits.check(name, value)
 
-    def json_schema(self, name: str) -> dict[str, Any]:
-        limits = SETTING_RANGES.get(name)
-        return {"minimum": limits.low, "maximum": limits.high} if limits else {}
+    def json_schema(self) -> dict[str, Any]:
+        return {"minimum": self.limits.low, "maximum": self.limits.high}
 
 
-class TokenBiases(SamplingNumber):
+class TokenBiases(Kind):
     """Numbers to add to the logits of individual tokens. Each string has the form `ID=VALUE`."""
 
+    metavar = "ID=VALUE"
     repeatable = True
 
     def parse(self, text: str) -> Any:
@@ -550,7 +558,7 @@ class TokenBiases(SamplingNumber):
                     f"{name} must have the form ID=VALUE, not {wrong!r}", "for example, use 1523=-2.5"
                 )
             value = dict(value)
-        return super().check(name, value)
+        return check_biases(name, value)
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,15 @@ _STATED_NAMES = FOREIGN_NAMES | {
 
 
 def _sampling(
-    metavar: str, description: str, in_chat: tuple[str, str], convert: Callable[[str], float] = float
+    name: str,
+    metavar: str,
+    description: str,
+    in_chat: tuple[str, str],
+    convert: Callable[[str], float] = float,
 ) -> Option:
     """Return the option for a numeric field of `SamplingParams`."""
-    return Option(SamplingNumber(metavar, convert), "sampling", description, in_chat=in_chat)
+    kind = SamplingNumber(SETTING_RANGES[name], metavar, convert)
+    return Option(kind, "sampling", description, in_chat=in_chat)
 
 
 class ReplyArguments(TypedDict, total=False):
@@ -107,37 +112,37 @@ class ReplyArguments(TypedDict, total=False):
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]
     max_loss: Annotated[float | None, MAX_LOSS]
-    temperature: Annotated[float, Option(SamplingNumber("T"), "sampling",
+    temperature: Annotated[float, Option(SamplingNumber(SETTING_RANGES["temperature"], "T"), "sampling",
         "Sampling temperature. Higher values make replies more varied; 0 always picks the most likely token."
         " Many models have their own default, such as 0.2 for smollm2.",
         common=True, in_chat=("Temperature", "randomness of replies; 0 = none"))]
-    top_k: Annotated[int, _sampling("N",
+    top_k: Annotated[int, _sampling("top_k", "N",
         "Sample only from the N most likely tokens; 0 disables this filter.",
         ("Top k", "only the k most likely; 0 = off"), int)]
-    top_p: Annotated[float, _sampling("P",
+    top_p: Annotated[float, _sampling("top_p", "P",
         "Sample only from the most likely tokens whose probabilities add up to P; 1 disables this filter.",
         ("Top p", "drop unlikely tokens; 1 = off"))]
-    min_p: Annotated[float, _sampling("P",
+    min_p: Annotated[float, _sampling("min_p", "P",
         "Drop tokens that are less than P times as likely as the most likely one; 0 disables this filter.",
         ("Min p", "drop unlikely tokens; 0 = off"))]
-    typical_p: Annotated[float, _sampling("P",
+    typical_p: Annotated[float, _sampling("typical_p", "P",
         "Typical sampling: sample only from the most typical tokens whose probabilities add up to P; 1"
         " disables this filter.", ("Typical p", "drop atypical tokens; 1 = off"))]
-    repetition_penalty: Annotated[float, _sampling("X",
+    repetition_penalty: Annotated[float, _sampling("repetition_penalty", "X",
         "Make repeated tokens less likely by this factor; 1 turns this off.",
         ("Repetition penalty", "above 1: less repetition; 1 = off"))]
-    presence_penalty: Annotated[float, _sampling("X",
+    presence_penalty: Annotated[float, _sampling("presence_penalty", "X",
         "Make tokens that have already been used less likely, by subtracting X from their logits; 0 turns"
         " this off.",
         ("Presence penalty", "avoid tokens already used; 0 = off"))]
-    frequency_penalty: Annotated[float, _sampling("X",
+    frequency_penalty: Annotated[float, _sampling("frequency_penalty", "X",
         "Make tokens less likely each time they are used, by subtracting X from their logits per use; 0"
         " turns this off.",
         ("Frequency penalty", "avoid frequent tokens; 0 = off"))]
-    penalty_window: Annotated[int, _sampling("N",
+    penalty_window: Annotated[int, _sampling("penalty_window", "N",
         "Number of recent tokens that the penalties apply to; -1 means all.",
         ("Penalty window", "tokens to look back; -1 = all"), int)]
-    logit_bias: Annotated[Mapping[int, float], Option(TokenBiases("ID=VALUE"), "sampling",
+    logit_bias: Annotated[Mapping[int, float], Option(TokenBiases(), "sampling",
         "Add VALUE to the logit of the token with this ID, such as 1523=-2.5; -inf bans the token. Can be"
         " repeated.")]
     # fmt: on

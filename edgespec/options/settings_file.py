@@ -41,6 +41,7 @@ KeyPath: TypeAlias = tuple[str, ...]
 """The keys of a value, outermost first, such as `("temperature",)` or `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
 _MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
+# Matches the place at the end of `tomllib`'s messages. Before Python 3.14, its errors have no fields for it.
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 

@@ -174,7 +174,10 @@ def validation_error(
     if problem["type"] == "too_short" and not problem["input"]:
         return invalid_request(f"{place} is empty; add at least one", param=place)
     messages = [
-        each["msg"].removeprefix("Value error, ") for each in problems if _place(each["loc"]) == place
+        # Pydantic adds a prefix to the messages of the errors that our own checks raise.
+        str(each["ctx"]["error"]) if each["type"] == "value_error" else each["msg"]
+        for each in problems
+        if _place(each["loc"]) == place
     ]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"

@@ -248,7 +248,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
     # Leave out classes, which the Python API accepts as schemas but JSON cannot contain.
     types = tuple(each for each in get_args(hint | None) if each is not type)
     adapter: TypeAdapter[Any] = TypeAdapter(Union[types])  # type: ignore[arg-type]  # noqa: UP007
-    schema = adapter.json_schema() | option.kind.json_schema(name)
+    schema = adapter.json_schema() | option.kind.json_schema()
     repair = repair_for(name, Union[types])  # noqa: UP007
     minus_one = name in _MINUS_ONE_IS_DEFAULT
     if minus_one:

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from edgespec.api.sharing.base import Identity
-from edgespec.api.sharing.host import Lent, ModelHost
+from edgespec.api.sharing.host import HostedModel, ModelHost
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.server.app import create_app
 from edgespec.server.models import FoundModel, ModelPool
@@ -102,7 +102,7 @@ class HttpServer:
         unloading = asyncio.create_task(service.models.unload_idle())
         # Create the host before loading the model, so that chats started in the meantime wait for the
         # server's model instead of loading it too.
-        host = ModelHost("edgespec serve", partial(_lend, service.models, self._loop))
+        host = ModelHost("edgespec serve", partial(_provide_model, service.models, self._loop))
         try:
             await self._load(service)
             await self._serve(server, service, on_ready)
@@ -145,10 +145,10 @@ class HttpServer:
         loading.result()
 
 
-def _lend(
+def _provide_model(
     models: ModelPool, loop: asyncio.AbstractEventLoop, wanted: Identity
-) -> AbstractContextManager[Lent] | None:
-    """Lend a model to a chat on this machine, or return None if it cannot be shared.
+) -> AbstractContextManager[HostedModel] | None:
+    """Return a context manager in which a chat on this machine uses a model, or None if it cannot be shared.
 
     Called in the threads of a `ModelHost`.
     """
@@ -157,7 +157,7 @@ def _lend(
 
 
 @contextmanager
-def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundModel) -> Iterator[Lent]:
+def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundModel) -> Iterator[HostedModel]:
     borrowing = AsyncExitStack()
 
     def run(work: Coroutine[Any, Any, _T]) -> _T:
@@ -165,7 +165,7 @@ def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundMo
 
     loaded = run(borrowing.enter_async_context(models.borrow(found)))
     try:
-        yield Lent(loaded.runtime, loaded.queue)
+        yield HostedModel(loaded.runtime, loaded.queue)
     except BaseException:
         # Pass the exception to the pool, so that the pool notices if the model has lost a worker.
         run(borrowing.__aexit__(*sys.exc_info()))

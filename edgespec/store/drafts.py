@@ -208,7 +208,9 @@ def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
         return DraftChoice(resolved, f"you chose {draft} for {target.name}", source="user")
     except ModelNotFoundError:
         return DraftChoice(
-            None, f"{draft}, which you chose, is not on this machine; to download it, use --draft {draft}"
+            None,
+            f"the draft model {draft}, which you chose, is not on this machine; to download it, use --draft"
+            f" {draft}",
         )
 
 

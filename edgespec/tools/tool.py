@@ -138,9 +138,9 @@ class ToolResult:
         return cls(f"{_FAILED}{problem}", True, seconds, veto)
 
     @classmethod
-    def saved(cls, text: str) -> ToolResult:
-        """Create a result from a saved chat, which contains only its text."""
-        return cls(text, failed=text.startswith(_FAILED))
+    def saved(cls, text: str, veto: Veto = "") -> ToolResult:
+        """Create a result from a saved chat, which marks other failures only by the prefix of the text."""
+        return cls(text, failed=text.startswith(_FAILED), veto=veto)
 
     @property
     def problem(self) -> str:

@@ -180,7 +180,7 @@ class PlainChat:
                 if "method" in settings:
                     runtime.method_for(str(settings["method"]))
             except OptionError as error:
-                problem = sentences("The setting `method` was removed", error.what)
+                problem = sentences("The setting method was removed", error.what)
                 del settings["method"]
         if problem:
             self.console.note(problem)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
-from edgespec.options.methods import limit_text, methods, no_draft_text, sources_text
+from edgespec.options.methods import limit_text, methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import LOAD_SETTINGS, SCHEMA, SETTINGS, default_source, default_text, shown
@@ -64,6 +64,7 @@ _MIN_TOKENS = 20
 _SAME_SPEED = 0.95
 # Matches a command line option in text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+_CODE = re.compile(r"`([^`\n]+)`")
 # Separates the notices in `ModelFacts.notice`.
 _NOTICE_SEPARATOR = " · "
 _AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
@@ -94,6 +95,14 @@ _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
 )
+# Why replies can differ from those without the speed-up, keyed by `Exactness.cause`.
+_DIFFERENCES = {
+    "exactness": "by rounding, because exactness is off",
+    "workers": "by rounding, because edgespec does not test this with workers",
+    "parallel": "by rounding, because replies are computed together; /set exactness bits runs them one after"
+    " the other",
+    "acceptance": "because acceptance rejection can choose other tokens (with the same probabilities)",
+}
 # Minimum loss of speed, as a fraction, for the chat to mention the cost of bit-identical replies.
 _NOTICEABLE_LOSS = 0.01
 
@@ -206,9 +215,9 @@ def exactness_text(exactness: Exactness) -> str:
     """Return `exactness_sentence` without its first words, for display next to the label “replies”."""
     speed = exactness.expected_speed
     if not exactness.bits:
-        if not speed:
-            return exactness.outcome.replace("plain decoding", "those without the speed-up")
-        cost = f", which takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
+        if exactness.cause:
+            return f"can differ from those without the speed-up {_DIFFERENCES[exactness.cause]}"
+        cost = f", which takes about {percent(1 / speed - 1)} more time" if speed and speed < 1 else ""
         return (
             "can differ slightly from those without the speed-up because of rounding; to prevent this, use"
             f" /set exactness bits{cost}"
@@ -245,7 +254,7 @@ def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
     elif not runtime.heads and method.requested == "auto" and _only_looks_up(method.effective):
-        rows.append(("Draft model", sentences(no_draft_text(reason_text(method)))))
+        rows.append(("Draft model", sentences(reason_text(method))))
     rows += [*labelled_drafters(None, _head_names(runtime)), ("Speed-up", speed_up_text(method))]
     if method.effective == "none" or not explains:
         return rows
@@ -511,15 +520,22 @@ def sentences(*texts: str) -> str:
     """Join texts, such as the parts of an error message, into sentences.
 
     Names of settings, files and models at the start of a sentence are not capitalised. Command line options
-    are replaced by the commands that change them in the chat.
+    are replaced by the commands that change them in the chat. See `in_chat`.
     """
-    texts = tuple(map(in_chat, texts))
+    texts = tuple(map(_with_commands, texts))
     starts = [text[0].upper() + text[1:] if _starts_with_word(text) else text for text in texts if text]
-    return " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts)
+    return _CODE.sub(r"\1", " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts))
 
 
 def in_chat(text: str) -> str:
-    """Replace command line options and commands in `text` with the chat's slash commands."""
+    """Replace command line options and commands in `text` with the chat's slash commands.
+
+    The chat shows these texts as they are, so the backticks around code are removed.
+    """
+    return _CODE.sub(r"\1", _with_commands(text))
+
+
+def _with_commands(text: str) -> str:
     for pattern, words in _IN_CHAT:
         text = pattern.sub(words, text)
     return _OPTION.sub(_chat_command, text)

@@ -32,7 +32,6 @@ __all__ = [
     "call_rounds",
     "no_servers_text",
     "readable_arguments",
-    "saved_result",
     "server_state",
     "unanswered_calls",
 ]
@@ -54,8 +53,6 @@ STOPPED = ToolResult.failure("The user stopped the reply before this call was ma
 INTERRUPTED = ToolResult.failure("The user stopped this call.", veto="stopped")
 TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed per message.")
 """Results for calls that were not made or not completed."""
-
-_VETOES = {each.text: each for each in (REFUSED, STOPPED, INTERRUPTED)}
 
 
 class AllowedCall(NamedTuple):
@@ -205,14 +202,9 @@ def call_rounds(chat: OpenChat) -> int:
 def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_tokens: int) -> ToolResult:
     """Add a call's result to the chat, truncated to fit the context, and return what was added."""
     result = replace(result, text=limited(result.text, min(_MAX_RESULT_CHARACTERS, context_tokens)))
-    message = Message("tool", result.text, tool_call_id=call.id, name=call.name)
+    message = Message("tool", result.text, tool_call_id=call.id, name=call.name, ended_early=result.veto)
     chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
     return result
-
-
-def saved_result(text: str) -> ToolResult:
-    """Return a call's result from a saved chat. The file contains only the text that `add_result` added."""
-    return _VETOES.get(text) or ToolResult.saved(text)
 
 
 def server_state(server: ServerConnection) -> str:

@@ -93,7 +93,7 @@ class TurnScreen(ChatView):
                 if "method" in settings:
                     runtime.method_for(str(settings["method"]))
             except OptionError as error:
-                problem = sentences("The setting `method` was removed", error.what)
+                problem = sentences("The setting method was removed", error.what)
                 del settings["method"]
         await self._show_current_chat()
         if problem:

@@ -26,7 +26,7 @@ from edgespec.api.sharing import sockets
 from edgespec.api.sharing.base import ChatModel, Identity
 from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.api.sharing.client import SharedModel, find_shared
-from edgespec.api.sharing.host import Lent, ModelHost, Wish
+from edgespec.api.sharing.host import HostedModel, HostRequest, ModelHost
 from edgespec.errors import ClosedError, ContextFullError, EdgespecError, OptionError, WorkerLostError
 from edgespec.store.download import Progress
 from edgespec.store.reference import resolve
@@ -377,7 +377,7 @@ def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
     monkeypatch.setattr(sockets, "_SEND_SECONDS", 1)
     options = {**SAMPLED, "max_tokens": 900}
     with sockets.connect(shared._path) as connection:
-        connection.send(Wish(__version__, shared._identity, "stream", ([QUESTION],), options))
+        connection.send(HostRequest(__version__, shared._identity, "stream", ([QUESTION],), options))
         assert connection.recv()
         # Wait until the host has the turn. It then fills the connection.
         deadline = monotonic() + 60
@@ -388,8 +388,8 @@ def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
 
 
 def test_a_chat_loads_the_model_itself_when_the_host_ends_while_it_loads() -> None:
-    class Stopped(AbstractContextManager[Lent]):
-        def __enter__(self) -> Lent:
+    class Stopped(AbstractContextManager[HostedModel]):
+        def __enter__(self) -> HostedModel:
             raise ClosedError("the server is stopping", "start it again")
 
         def __exit__(self, *_: object) -> None: ...

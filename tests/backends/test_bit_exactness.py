@@ -16,7 +16,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.loading import bit_exactness
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
-from edgespec.loading.constants import UNTESTED_BLOCK_TOKENS
+from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import BaseModel
 from edgespec.model.model_facts import Capabilities, ModelFacts
@@ -296,7 +296,7 @@ def test_a_device_that_never_repeats_itself_has_no_class_of_several_widths() -> 
     [
         (lambda _width, _row: 0, 1),
         (lambda width, row: row < width - width % 4, 16),
-        (lambda width, _row: width, UNTESTED_BLOCK_TOKENS),
+        (lambda width, _row: width, READ_TOKENS),
     ],
 )
 def test_the_blocks_in_which_prompts_must_be_read_are_found(

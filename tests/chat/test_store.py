@@ -93,6 +93,14 @@ def test_versions_of_messages_are_saved_with_their_parents(store: ChatStore) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("veto", ["refused", "stopped"])
+def test_whether_the_user_prevented_a_call_comes_back(store: ChatStore, veto: str) -> None:
+    result = Message("tool", "any text", tool_call_id="1", name="look", ended_early=veto)
+    store.save(chat(messages=(*TALK, result)))
+    (*_, loaded) = store.load("one").messages
+    assert loaded.ended_early == veto
+
+
 def test_the_time_of_the_reasoning_comes_back(store: ChatStore) -> None:
     reply = Message("assistant", "Yes.", "Hm.", reasoning_seconds=1.23456)
     path = store.save(chat(messages=(TALK[0], reply)))

@@ -22,6 +22,8 @@ from edgespec.errors import BackendError
 from edgespec.model.formats.mlx_files import mlx_installed
 from tests.cli.conftest import Run, json_of
 
+NO_MLX = MlxInfo(problem="not installed", is_installed=False)
+
 
 @pytest.mark.long
 def test_json_names_the_facts_and_the_checks(run: Run) -> None:
@@ -47,14 +49,14 @@ def test_mlx_is_told_with_its_versions_and_its_device() -> None:
 
 def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
-    assert inspect_machine().mlx == MlxInfo(problem="not installed")
+    assert inspect_machine().mlx == NO_MLX
 
 
 @pytest.mark.parametrize(
     ("accelerator", "mlx", "ok", "says", "next_step"),
     [
-        ("", MlxInfo(problem="not installed"), True, "not installed.*scripts/setup mlx$", ""),
-        ("metal", MlxInfo(problem="not installed"), False, "not installed$", "run scripts/setup mlx"),
+        ("", NO_MLX, True, "not installed.*scripts/setup mlx$", ""),
+        ("metal", NO_MLX, False, "not installed$", "run scripts/setup mlx"),
         ("", MlxInfo(problem="does not load"), False, "does not load$", "run scripts/setup mlx"),
         ("", MlxInfo("0.32", "0.32", "CPU"), True, "mlx 0.32, mlx-lm 0.32, on CPU$", ""),
         (

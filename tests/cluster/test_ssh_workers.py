@@ -242,6 +242,12 @@ def test_the_error_of_a_worker_is_reported(site: Site) -> None:
     assert error_of() == "the worker on ssh://mac did not start: no RPC library; build it"
 
 
+def test_the_error_that_a_worker_prints_as_json_is_preferred(site: Site) -> None:
+    error = {"code": "failed", "message": "no RPC library", "next_step": "build it"}
+    site.install(f"echo motd; echo '{json.dumps({'error': error})}'; echo 'error: other' >&2; exit 1")
+    assert error_of() == "the worker on ssh://mac did not start: no RPC library; build it"
+
+
 def test_the_worker_hears_that_the_connection_works(site: Site) -> None:
     site.install("read first && echo 'error: heard' >&2; exit 1")
     assert error_of() == "the worker on ssh://mac did not start: heard"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -96,6 +97,7 @@ def test_a_port_in_use_and_a_public_address_are_errors(workers: tuple[Worker, Wo
     done = run("worker", "--listen", workers[0].address)
     assert done.exit_code == 1
     assert f"{workers[0].address}: Address already in use;" in done.stderr
+    assert json.loads(done.stdout)["error"]["code"] == "address_unavailable"
     done = run("worker", "--listen", "0.0.0.0:0")
     assert done.exit_code == 2
     assert "--i-trust-this-network" in done.stderr

@@ -128,12 +128,12 @@ def test_a_kept_constraint_does_not_wait_for_others(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 def test_large_constraints_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.constraints.compiler._MAX_KEPT_BYTES", 5 << 20)
+    monkeypatch.setattr("edgespec.constraints.compiler._MAX_CACHED_BYTES", 5 << 20)
     compiler = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
     small, large = Constraint("regex", "small"), Constraint("regex", "a{100000}")
     compiler.check(small)
     compiler.check(Constraint("regex", "other"))
     compiler.check(small)
-    assert len(compiler._kept) == 2
+    assert len(compiler._cache) == 2
     compiler.check(large)
-    assert list(compiler._kept) == [large]
+    assert list(compiler._cache) == [large]

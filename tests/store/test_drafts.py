@@ -254,10 +254,8 @@ class TestUserPairs:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')
         choice = chosen("demo")
         assert choice.draft is None
-        assert (
-            choice.reason
-            == "1b-q4, which you chose, is not on this machine; to download it, use --draft 1b-q4"
-        )
+        assert "1b-q4, which you chose, is not on this machine" in choice.reason
+        assert "use --draft 1b-q4" in choice.reason
 
 
 def test_the_demo_has_its_own_draft() -> None:

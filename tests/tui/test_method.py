@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from edgespec import Exactness
+from edgespec.options.option import Option
 from edgespec.tui.commands.information import why_text
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.settings import LOAD_SETTINGS
 from edgespec.tui.texts import sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
 from edgespec.tui.widgets.details import StatusLine, details_content
 from tests.tui.driving import driving, until
@@ -127,8 +129,18 @@ def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
     assert sentences("the file is gone") == "The file is gone."
 
 
+@pytest.mark.parametrize("option", LOAD_SETTINGS.values(), ids=LOAD_SETTINGS)
+def test_descriptions_have_no_backticks(option: Option) -> None:
+    assert "`" not in sentences(option.help)
+
+
+def test_advice_has_no_backticks() -> None:
+    assert sentences("x is 1", "use `auto` or --draft none") == "X is 1. Use auto or /draft none."
+
+
 BITS = Exactness("auto", True, "are identical to plain decoding", (1, 2, 3), 1.0)
 ROUNDING = Exactness("auto", False, "can differ from plain decoding by rounding", (), 0.8)
+OFF = Exactness("off", False, ROUNDING.outcome, cause="exactness")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +163,7 @@ ROUNDING = Exactness("auto", False, "can differ from plain decoding by rounding"
             ["identical"],
         ),
         (
-            Exactness("off", False, f"{ROUNDING.outcome}, because exactness is off"),
+            OFF,
             ["can differ from those without the speed-up by rounding, because exactness is off"],
             ["identical", "%"],
         ),
@@ -178,7 +190,7 @@ def test_the_chat_says_whether_replies_are_identical(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("exactness", [BITS, ROUNDING, Exactness("off", False, "can differ by rounding")])
+@pytest.mark.parametrize("exactness", [BITS, ROUNDING, OFF])
 async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
     exactness: Exactness, tmp_path: Path
 ) -> None:
@@ -187,7 +199,7 @@ async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
         await d.say("one")
         await d.send("/model demo-mlx")
         await d.said("This chat now uses other.")
-        assert ("--exact" in d.transcript()) == (exactness == ROUNDING)
+        assert ("/set exactness bits" in d.transcript()) == (exactness == ROUNDING)
 
 
 @pytest.mark.long

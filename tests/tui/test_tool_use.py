@@ -238,6 +238,7 @@ async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: l
         await d.press("escape")
         await finished(d)
         assert results(d) == ["Error: The user stopped this call."]
+        assert d.chat.current_chat.messages[-1].ended_early == "stopped"
         await d.sees("· stopped")
         # The conversation continues.
         await d.say("/continue")

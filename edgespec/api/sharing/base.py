@@ -35,7 +35,7 @@ __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedH
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
 # Options that control how much text a program retains, with their values from least to most. A program must
 # not share a model with one that retains more.
-_KEPT_TEXTS = {"prefix_cache": ("none", "memory", "disk"), "remember": (False, True)}
+_RETENTION_OPTIONS = {"prefix_cache": ("none", "memory", "disk"), "remember": (False, True)}
 # Options that must match even when left at their defaults. They affect rounding, which can change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
 _PATH_OPTIONS = ("head", "corpus")
@@ -162,14 +162,15 @@ class Identity:
         files: The paths of the target and its adapters, each with its file state (see `file_state`).
         draft: `auto`, `none` or the path of the draft model.
         options: The values of the load options, as text.
-        kept: How much text the program retains: the index of each option's value in `_KEPT_TEXTS`.
+        retention: How much text the program retains: the index of each option's value in
+            `_RETENTION_OPTIONS`.
         chosen: Names of the options whose values must match for another program to share the model.
     """
 
     files: tuple[str, ...]
     draft: str
     options: Mapping[str, str]
-    kept: tuple[int, ...]
+    retention: tuple[int, ...]
     chosen: tuple[str, ...]
 
     @classmethod
@@ -179,7 +180,7 @@ class Identity:
         Returns None if the model cannot be shared, because it is not on this machine, or because an option is
         invalid or applies to one run only, such as `workers`.
         """
-        options, kept, chosen = {}, [], []
+        options, retention, chosen = {}, [], []
         for name, option in LOAD_OPTIONS.items():
             value = arguments.get(name, option.default)
             value = tuple(value) if isinstance(value, list) else value
@@ -188,10 +189,10 @@ class Identity:
             if name in _PATH_OPTIONS and value and Path(str(value)).exists():
                 value = str(Path(str(value)).resolve())
             options[name] = repr(value)
-            if values := _KEPT_TEXTS.get(name):
+            if values := _RETENTION_OPTIONS.get(name):
                 if value not in values:
                     return None
-                kept.append(values.index(value))
+                retention.append(values.index(value))
             is_chosen = value != option.default and name not in _IGNORED_OPTIONS
             if is_chosen or name in _EXACTNESS_OPTIONS:
                 chosen.append(name)
@@ -203,7 +204,7 @@ class Identity:
         except (EdgespecError, OSError):
             return None
         states = tuple(f"{path} {file_state(path)}" for path in files)
-        return cls(states, str(draft), options, tuple(kept), tuple(chosen))
+        return cls(states, str(draft), options, tuple(retention), tuple(chosen))
 
     def fits(self, wanted: Identity, draft: str) -> bool:
         """Return whether another program can use a loaded model with this identity.
@@ -217,6 +218,6 @@ class Identity:
         return (
             self.files == wanted.files
             and wanted.draft in ("auto", self.draft, draft)
-            and all(own <= other for own, other in zip(self.kept, wanted.kept, strict=True))
+            and all(own <= other for own, other in zip(self.retention, wanted.retention, strict=True))
             and all(self.options[name] == wanted.options[name] for name in wanted.chosen)
         )

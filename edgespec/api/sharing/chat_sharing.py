@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec import RequestQueue, Runtime
     from edgespec.api.sharing.base import ChatModel, Identity
-    from edgespec.api.sharing.host import Lent, ModelHost
+    from edgespec.api.sharing.host import HostedModel, ModelHost
     from edgespec.store.download import Progress
 
 __all__ = ["ChatSharing"]
@@ -44,15 +44,16 @@ class ChatSharing:
 
     def _share(self, runtime: Runtime, identity: Identity) -> None:
         from edgespec import RequestQueue
-        from edgespec.api.sharing.host import ModelHost, lending
+        from edgespec.api.sharing.host import HostedModel, ModelHost
 
         queue = self._queue = RequestQueue(runtime)
         draft = runtime.draft.path if runtime.draft else "none"
 
-        def lend(wanted: Identity) -> AbstractContextManager[Lent] | None:
-            return lending(runtime, queue) if identity.fits(wanted, draft) else None
+        def provide(wanted: Identity) -> AbstractContextManager[HostedModel] | None:
+            # The model stays loaded after the request.
+            return nullcontext(HostedModel(runtime, queue)) if identity.fits(wanted, draft) else None
 
-        self._host = ModelHost("another chat", lend)
+        self._host = ModelHost("another chat", provide)
 
     def is_lost(self, model: ChatModel) -> bool:
         """Return whether the program that loaded the model has exited or is not responding."""

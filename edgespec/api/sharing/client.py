@@ -25,7 +25,7 @@ from edgespec import (
     TextChunk,
 )
 from edgespec.api.sharing.base import ChatModel, Identity, NamedHead
-from edgespec.api.sharing.host import Facts, Wish
+from edgespec.api.sharing.host import Facts, HostRequest
 from edgespec.api.sharing.sockets import connect, sockets
 from edgespec.api.stream import finished
 from edgespec.decode.reply import exactness_for
@@ -63,7 +63,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
     """
     for path in sockets():
         try:
-            host, connection = _ask(path, Wish(edgespec.__version__, identity, "facts"))
+            host, connection = _ask(path, HostRequest(edgespec.__version__, identity, "facts"))
         except (OSError, EOFError):
             continue
         with connection:
@@ -76,15 +76,15 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
     return None
 
 
-def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
-    """Send a `Wish`. Return the host's name, which is empty if it lacks the model, and the connection.
+def _ask(path: Path, request: HostRequest) -> tuple[str, Connection]:
+    """Send a request. Return the host's name, which is empty if it lacks the model, and the connection.
 
     Raises:
         EOFError, OSError: The program has exited, or does not answer.
     """
     connection = connect(path)
     try:
-        connection.send(wish)
+        connection.send(request)
         if not connection.poll(_FIND_SECONDS):
             raise TimeoutError
         return connection.recv() or "", connection
@@ -266,7 +266,7 @@ class SharedModel:
     def _ask(self, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Connection:
         try:
             host, connection = _ask(
-                self._path, Wish(edgespec.__version__, self._identity, call, arguments, options)
+                self._path, HostRequest(edgespec.__version__, self._identity, call, arguments, options)
             )
         except (OSError, EOFError):
             raise self.lost() from None

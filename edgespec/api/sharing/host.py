@@ -30,7 +30,7 @@ from edgespec.api.stream import ReplyStream
 from edgespec.errors import ClosedError, EdgespecError
 from edgespec.store.installed import RecommendedSetting
 
-__all__ = ["Facts", "Lend", "Lent", "ModelHost", "Wish", "lending"]
+__all__ = ["Facts", "HostRequest", "HostedModel", "ModelHost", "ModelProvider"]
 
 # Methods of a runtime that other programs may call.
 _CALLS = (
@@ -47,7 +47,7 @@ _PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Wish:
+class HostRequest:
     """A request from another program to a host.
 
     Attributes:
@@ -100,32 +100,32 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Lent:
-    """A loaded model and its queue, lent to another program."""
+class HostedModel:
+    """A loaded model that other programs use, and the queue of its replies."""
 
     runtime: Runtime
     queue: RequestQueue
 
 
-Lend = Callable[[Identity], "AbstractContextManager[Lent] | None"]
-"""Returns a context manager that lends the model with this identity, or None if there is no such model."""
+ModelProvider = Callable[[Identity], "AbstractContextManager[HostedModel] | None"]
+"""Returns a context manager for using the model with this identity, or None if there is no such model."""
 
 
 class ModelHost:
     """Answers requests from other programs in its own threads until it is closed.
 
-    A program makes one connection for each call. It sends a `Wish`, and receives the name of the host,
+    A program makes one connection for each call. It sends a `HostRequest`, and receives the name of the host,
     or None if the host does not have the model. It then receives (word, value) pairs: `progress`,
     `started` and `text` for a reply, and finally `value` or `failed`. Sending anything during a reply,
     or closing the connection, cancels the reply.
 
     Args:
         name: User-facing name of the host, such as `edgespec serve`.
-        lend: Returns a context manager that lends a model.
+        provide: Returns the context manager in which a request uses a model.
     """
 
-    def __init__(self, name: str, lend: Lend) -> None:
-        self._name, self._lend = f"{name} (process {os.getpid()})", lend
+    def __init__(self, name: str, provide: ModelProvider) -> None:
+        self._name, self._provide = f"{name} (process {os.getpid()})", provide
         self._closed = False
         self._listener = listen()
         if self._listener is not None:
@@ -151,18 +151,18 @@ class ModelHost:
         with connection, suppress(_LeftError):
             limit_sends(connection)
             try:
-                wish = connection.recv()
-                lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
+                request = connection.recv()
+                hosted = self._provide(request.identity) if request.version == edgespec.__version__ else None
             except Exception:
                 # A different version may send anything, and the model's file may have been deleted. In either
                 # case, the other program loads the model itself and reports any error.
                 return
-            _send(connection, None if lent is None else self._name)
-            if lent is None or wish.call == "here":
+            _send(connection, None if hosted is None else self._name)
+            if hosted is None or request.call == "here":
                 return
             try:
-                with lent as model:
-                    value = self._value(wish, model, connection)
+                with hosted as model:
+                    value = self._value(request, model, connection)
             except _LeftError:
                 raise
             except Exception as error:
@@ -170,18 +170,18 @@ class ModelHost:
             else:
                 _send(connection, ("value", value))
 
-    def _value(self, wish: Wish, model: Lent, connection: Connection) -> Any:
-        options = dict(wish.options)
-        if wish.call == "stream":
-            return _reply(model, connection, wish.arguments[0], options)
-        if wish.call == "facts":
+    def _value(self, request: HostRequest, model: HostedModel, connection: Connection) -> Any:
+        options = dict(request.options)
+        if request.call == "stream":
+            return _reply(model, connection, request.arguments[0], options)
+        if request.call == "facts":
             return Facts.of(model.runtime)
-        owner = model.runtime.vocabulary if wish.call in _TOKENIZER_CALLS else model.runtime
-        if wish.call not in (*_CALLS, *_TOKENIZER_CALLS):
+        owner = model.runtime.vocabulary if request.call in _TOKENIZER_CALLS else model.runtime
+        if request.call not in (*_CALLS, *_TOKENIZER_CALLS):
             raise EdgespecError(
-                f"another program requested {wish.call!r}, which a shared model does not support"
+                f"another program requested {request.call!r}, which a shared model does not support"
             )
-        return getattr(owner, wish.call)(*wish.arguments, **options)
+        return getattr(owner, request.call)(*request.arguments, **options)
 
     def close(self) -> None:
         """Stop accepting calls. Running replies end when their queue is closed."""
@@ -206,7 +206,7 @@ def _send(connection: Connection, value: Any) -> None:
         raise _LeftError from None
 
 
-def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
+def _reply(model: HostedModel, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
     """Generate a reply, streaming its text to the other program, and return the finished reply."""
     leaving, closing = threading.Event(), threading.Event()
     streams: list[ReplyStream] = []
@@ -283,9 +283,3 @@ def _picklable(error: Exception) -> Exception:
         f"the program that loaded the model failed: {type(error).__name__}: {error}",
         "send the message again",
     )
-
-
-@contextmanager
-def lending(runtime: Runtime, queue: RequestQueue) -> Iterator[Lent]:
-    """Lend a model without unloading it afterwards."""
-    yield Lent(runtime, queue)

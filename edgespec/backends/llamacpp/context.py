@@ -275,6 +275,7 @@ class LlamaContext(KvSequences):
         context = self._lib.llama_init_from_model(self._model, params)
         if not context:
             detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
+            # llama.cpp returns no error code, so only its log tells this cause apart.
             if "requires flash_attn" in detail:
                 raise OptionError(
                     f"KV cache type {plan.kv_types.text!r} requires flash attention",

@@ -253,6 +253,7 @@ def _repacks_weights(
     with captured_log() as lines:
         skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers, experts)
         library().llama_model_free(skeleton)
+    # llama.cpp reports its buffers only in its log.
     return any("_REPACK model buffer" in line for line in lines)
 
 

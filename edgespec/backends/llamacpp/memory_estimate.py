@@ -55,7 +55,14 @@ from edgespec.backends.llamacpp.weight_stream import (
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.layerskip_files import PARTS, SHARED_BYTES_KEY
-from edgespec.model.memory_estimate import GPU, ExpertShares, MachineShare, MemoryEstimate, MemoryPart
+from edgespec.model.memory_estimate import (
+    GPU,
+    THIS_MACHINE,
+    ExpertShares,
+    MachineShare,
+    MemoryEstimate,
+    MemoryPart,
+)
 from edgespec.system.heap import release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
@@ -263,7 +270,7 @@ class GgufMemoryEstimator:
             self._path, self.name, options, cache_bytes, without_logits, compute_bytes - without_logits
         )
         here = MachineShare(
-            "this machine",
+            THIS_MACHINE,
             placed.local,
             library().llama_model_size(weights) - self._unloaded_bytes - placed.remote_weight_bytes,
             cache_bytes - min(cache_bytes, placed.remote_cache_bytes),

@@ -212,7 +212,7 @@ class PassScheduler:
         pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
         return pause if mean_seconds is None else mean_seconds + _WEIGHT * (pause - mean_seconds)
 
-    def _patience(self, pause_seconds: float | None) -> float:
+    def _max_wait_seconds(self, pause_seconds: float | None) -> float:
         """Return how long to wait for a reply after a pass, in seconds, given its usual pause."""
         usual = self._pass_seconds if pause_seconds is None else pause_seconds
         return min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
@@ -249,7 +249,7 @@ class PassScheduler:
     def _finish(self, part: PassPart, error: Exception | None) -> None:
         slot = self._slots[part.slot]
         slot.returned_at = slot.caller.returned_at = 0.0 if error else now()
-        slot.expected_by = 0.0 if error else slot.returned_at + self._patience(slot.pause_seconds)
+        slot.expected_by = 0.0 if error else slot.returned_at + self._max_wait_seconds(slot.pause_seconds)
         part.error, part.is_done = error, True
         _CHANGED.notify_all()
 
@@ -303,7 +303,7 @@ class PassScheduler:
         caller = slot.caller
         if caller.waiting_in is None:
             # After a pass of one model, a reply may request a pass of any model next.
-            return max(slot.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
+            return max(slot.expected_by, caller.returned_at + self._max_wait_seconds(caller.pause_seconds))
         # A target pass waits for replies that are still drafting, but a draft model's pass does not wait for
         # replies that have finished drafting.
         is_away = caller.waiting_in._pass_seconds > self._pass_seconds

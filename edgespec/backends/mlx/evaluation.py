@@ -38,6 +38,7 @@ def translate_errors(failure: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
         text = " ".join(str(error).split())
+        # MLX raises the same exceptions for lack of memory as for other causes.
         if "alloc" in text.lower() or "memory" in text.lower():
             raise OutOfMemoryError(
                 f"{failure}: {text}", "free some memory or use a smaller --context"

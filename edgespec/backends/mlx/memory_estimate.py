@@ -26,7 +26,13 @@ from edgespec.backends.mlx.weight_loading import KV_BITS, MAX_WIDTH, check_optio
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import language_config
-from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, MemoryPart, requested_context
+from edgespec.model.memory_estimate import (
+    THIS_MACHINE,
+    MachineShare,
+    MemoryEstimate,
+    MemoryPart,
+    requested_context,
+)
 from edgespec.model.model_facts import Adapter
 
 __all__ = ["MlxMemoryEstimator"]
@@ -141,7 +147,7 @@ class MlxMemoryEstimator:
             MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
         )
         here = MachineShare(
-            "this machine",
+            THIS_MACHINE,
             placed.local,
             weight_bytes,
             placed.local_cache_bytes,

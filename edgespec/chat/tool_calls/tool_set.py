@@ -177,7 +177,7 @@ def _blamed(render: Callable[[Definitions], str], tools: Definitions) -> Templat
             render((tool,))
         except TemplateError as error:
             name = shorten(tool["function"]["name"])
-            reason = error.what.partition(": ")[2] or error.what
+            reason = error.reason or error.what
             return TemplateError(
                 f"the model's chat template rejects the tool {name}: {reason}",
                 "change or remove this tool",

@@ -41,11 +41,13 @@ __all__ = [
     "default_disk_bytes",
     "delete_cached_prefixes",
     "encode_header",
-    "kept_folder",
+    "prefix_cache_folder",
     "read_header",
 ]
 
-_SUFFIX = ".kept"
+# The names of the folder, the files and the mark say "kept" and "forgotten", because other versions of
+# edgespec, which may be running, use them too.
+_FOLDER, _SUFFIX = "kept", ".kept"
 # Lock timeouts in seconds: for writing one cached prefix, and for deleting all cached prefixes.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
 # Name of a file whose modification time records when all cached prefixes were last deleted.
@@ -78,14 +80,14 @@ class StoredSegment:
     last_used: float
 
 
-def kept_folder() -> Path:
+def prefix_cache_folder() -> Path:
     """Return the folder for cached prefixes. It has one subfolder per combination of model and settings."""
-    return data_folder() / "kept"
+    return data_folder() / _FOLDER
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
     """Return the default disk quota for cached prefixes in bytes, or 0 if the free space is unknown."""
-    folder = folder or kept_folder()
+    folder = folder or prefix_cache_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(place).free + sum(_size(path) for path in _files(folder))
@@ -101,11 +103,11 @@ class PrefixCacheDisk:
         identity: Digest of everything other than the tokens that affects the KV state, such as the weights,
             the backend and its version, data types and kernels.
         quota_bytes: Size limit shared by all models. Defaults to `default_disk_bytes`.
-        folder: Folder for all models' files. Defaults to `kept_folder`.
+        folder: Folder for all models' files. Defaults to `prefix_cache_folder`.
     """
 
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
-        self._root = folder or kept_folder()
+        self._root = folder or prefix_cache_folder()
         self.folder = self._root / identity[:32]
         self.quota_bytes = default_disk_bytes(self._root) if quota_bytes is None else quota_bytes
         self.notice = ""
@@ -294,7 +296,7 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
     Raises:
         OSError: A file cannot be deleted.
     """
-    folder = folder or kept_folder()
+    folder = folder or prefix_cache_folder()
     touch_private(folder / _CLEARED_MARK)
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):

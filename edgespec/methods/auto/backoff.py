@@ -93,7 +93,10 @@ class Backoff:
             self._retries.shorten()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the backoff state as named arrays, to be saved for later runs."""
+        """Return the backoff state as named arrays, to be saved for later runs.
+
+        The names start with `patience`, so that files of earlier versions stay readable.
+        """
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:

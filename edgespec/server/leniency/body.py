@@ -161,6 +161,7 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
         return invalid_request(
             "the request body is form data, not JSON; send a JSON object", code="invalid_json"
         )
+    # The parser reports the cause and the position only as text.
     position = _POSITION.fullmatch(problem)
     if position is None:
         return invalid_request(

@@ -154,7 +154,7 @@ def _is_same_speed(method: MethodReport) -> bool:
 
 def _reason(method: MethodReport, stats: Stats) -> str:
     if method.requested == "none":
-        return "The method is set to `none` in this chat or on the command line."
+        return "The method is set to none in this chat or on the command line."
     if method.effective == "none":
         return sentences(f"Reason: {reason_text(method)}")
     if stats.acceptance_rate is None:
@@ -197,7 +197,7 @@ def _advice(
         )
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
         return "Try a lower temperature, which makes words easier to guess: type /set temperature 0."
-    return "To find the fastest method and draft length for your models, quit and run `edgespec tune`."
+    return "To find the fastest method and draft length for your models, quit and run edgespec tune."
 
 
 def _race(context: Context) -> Result:

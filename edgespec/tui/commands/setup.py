@@ -127,15 +127,14 @@ def _models(runtime: ChatModel) -> Result:
     if any(model.speed and model.speed.is_disturbed for model in models):
         disturbed = (
             "Speeds with a question mark were measured while other programs were busy. To measure them"
-            " again, run"
-            " `edgespec recommend`."
+            " again, run edgespec recommend."
         )
     fitting = sum(not model.is_installed and model.fits for model in models)
     number, verb = count(fitting, "more model"), "fits" if fitting == 1 else "fit"
     return (
         Text("\n".join(["On this machine:", *lines])),
         Text(disturbed, is_hint=True),
-        Text(f"You can download {number} that {verb} in memory. To see them, run `edgespec models list`."),
+        Text(f"You can download {number} that {verb} in memory. To see them, run edgespec models list."),
         Text("To switch to a model or to download it, type /model and its name.", is_hint=True),
     )
 

@@ -24,7 +24,9 @@ from textual.widgets.option_list import Option
 
 import edgespec
 from edgespec.errors import ConfigurationError, EdgespecError, OptionError
+from edgespec.loading.constants import MEASURING_BYTES
 from edgespec.options.settings_file import quoted, read_text, settings_path, write_value
+from edgespec.system.files import format_bytes
 from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.model_texts import details_text, is_match, is_open, row_text
@@ -46,8 +48,6 @@ _TICK_SECONDS = 0.5
 _PLAN_DELAY_SECONDS = 0.3
 # Minimum terminal width, in columns, at which the dialog's border names more than two keys.
 _WIDE_COLUMNS = 64
-# Maximum memory in bytes to use when measuring this machine's speed.
-_MEASURING_BYTES = 1 << 30
 _SETTING = ("chat", "target")
 
 
@@ -358,9 +358,11 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             self._message = (
                 "The speed cannot be measured during a reply. When it has ended, press F9 and Ctrl+S."
             )
-        elif plan is not None and plan.free_bytes("memory") < _MEASURING_BYTES:
+        elif plan is not None and plan.free_bytes("memory") < MEASURING_BYTES:
+            needed = format_bytes(MEASURING_BYTES)
             self._message = (
-                "Measuring the speed needs 1 GiB of free memory. Quit the chat, and run `edgespec recommend`."
+                f"Measuring the speed needs {needed} of free memory. Quit the chat, and run edgespec"
+                " recommend."
             )
         else:
             await self._measure()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from asyncio import Lock
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -22,9 +22,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.chat.saved_chat import MessageTree
+from edgespec.tools.tool import ToolResult, Veto
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat, version_label
-from edgespec.tui.tool_access import saved_result
 from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.messages import (
     MessageWidget,
@@ -477,7 +477,7 @@ def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWi
     elif entry.role == "tool":
         calls = (call for each in tree.path for call in tree.messages[each].message.tool_calls)
         call = next((call for call in calls if call.id == entry.message.tool_call_id), None)
-        widget = ToolCallMessage(call, saved_result(entry.content))
+        widget = ToolCallMessage(call, ToolResult.saved(entry.content, cast(Veto, entry.message.ended_early)))
     elif entry.role == "system":
         widget = SystemMessage(entry.content)
     else:

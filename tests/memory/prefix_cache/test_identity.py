@@ -10,7 +10,7 @@ import pytest
 
 import edgespec
 from edgespec.memory.prefix_cache import ReuseCosts
-from edgespec.memory.prefix_cache.disk import kept_folder
+from edgespec.memory.prefix_cache.disk import prefix_cache_folder
 from tests.backends.tiny_models import write_llama
 from tests.memory.prefix_cache.helpers import ask
 
@@ -64,7 +64,7 @@ def test_context_lengths_share_prefixes(tmp_path: Path) -> None:
     first, second = run(512), run(1024)
     assert (first[0], second[0] >= KEPT) == (0, True)
     assert first[1] == second[1]
-    assert len(list(kept_folder().glob("*/"))) == 1
+    assert len(list(prefix_cache_folder().glob("*/"))) == 1
 
 
 def test_thread_counts_do_not_change_replies_after_a_cached_prefix(
