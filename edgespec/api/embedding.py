@@ -44,7 +44,7 @@ class Embedding:
         """
         if size > len(self.vector):
             raise OptionError(
-                f"dimensions is {size}, but the model's vectors have only {len(self.vector)}",
+                f"`dimensions` is {size}, but the model's embeddings have only {len(self.vector)} dimensions",
                 "use a smaller number, or leave it out",
             )
         return Embedding.of(self.vector[:size], self.tokens)
@@ -84,7 +84,7 @@ def tokenize_texts(
         if not isinstance(text, str | Sequence):
             raise OptionError(
                 f"text {number} must be a string or a list of token IDs, not {text!r}",
-                "pass a string or token IDs",
+                'for example, pass "Hello" or [9906, 1917]',
             )
         if not text:
             raise OptionError(

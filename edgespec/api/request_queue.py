@@ -118,7 +118,10 @@ class RequestQueue(Replies["QueuedReply"]):
         check_process(self._process_id)
         with self._changed:
             if self._closed:
-                raise ClosedError("the request queue is closed", "create a new one")
+                raise ClosedError(
+                    "the model no longer accepts requests, because its request queue is closed",
+                    "send the request again, or in Python, create a new RequestQueue",
+                )
             if len(self._waiting) + len(self._running) >= self._max_waiting + len(self._threads):
                 raise BusyError(
                     f"{self._max_waiting} requests are already waiting", "try again later", code="queue_full"
@@ -159,7 +162,12 @@ class RequestQueue(Replies["QueuedReply"]):
             self._waiting.clear()
             self._changed.notify_all()
         for queued in waiting:
-            queued._end(ClosedError("the queue was closed before the request started", "use another queue"))
+            queued._end(
+                ClosedError(
+                    "the request queue was closed before the request started",
+                    "send the request again, or in Python, use another RequestQueue",
+                )
+            )
         for queued in running:
             queued.cancel()
         for thread in self._threads:

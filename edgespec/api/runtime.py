@@ -463,7 +463,7 @@ class Runtime(Replies[ReplyStream]):
         """
         check_process(self._session.process_id)
         if self._session.closed:
-            raise ClosedError("the runtime is closed", "load the model again")
+            raise ClosedError("the model is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
         settings, processors = request.settings, request.processors

@@ -52,7 +52,7 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
             freed_bytes += _DELETE[each]()
         except OSError as error:
             raise EdgespecError(
-                f"the saved {each} data could not be deleted: {error_reason(error)}",
+                f"the saved data of type `{each}` could not be deleted: {error_reason(error)}",
                 write_advice(error, Path(error.filename).parent if error.filename else data_folder()),
                 code="file_not_written",
             ) from error

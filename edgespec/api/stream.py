@@ -130,7 +130,7 @@ class ReplyStream:
             return ""
         rate, usual = self.stats.accepted_per_position[0] / drafted[0], self._session.unadapted_acceptance
         compared = "" if usual is None else f", compared with {usual:.0%} without an adapter"
-        accepted = f"{rate:.0%} of its first tokens were accepted{compared}"
+        accepted = f"{rate:.0%} of the first tokens in its drafts were accepted{compared}"
         return f"the draft model runs without the adapter; {accepted}"
 
     @property

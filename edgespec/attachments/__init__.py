@@ -27,7 +27,7 @@ def attach(prompt: str, *paths: str | Path) -> str:
         if file.image:
             raise AttachmentError(
                 f"{file.name} is an image, and images cannot be part of the prompt's text",
-                "pass it as `images` to `generate` or `stream`",
+                "pass it in the `images` argument of `generate` or `stream`",
                 code="attachment_not_text",
             )
     return with_files(prompt, files)

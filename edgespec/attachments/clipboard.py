@@ -78,7 +78,7 @@ def _clipboard() -> bytes | list[str] | None:
             return file.getvalue()
     except NotImplementedError:
         # Pillow found no program that reads the clipboard.
-        reason, advice = "no program that can read it is installed", f"install {_helper()}"
+        reason, advice = "no clipboard tool is installed", f"install {_helper()}"
     except Exception as error:
         # Pillow's parsers can raise almost any exception.
         reason, advice = (

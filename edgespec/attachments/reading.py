@@ -101,7 +101,9 @@ def read_files(path: str) -> ReadFiles:
             )
     if problem and not files:
         raise AttachmentError(
-            f"edgespec cannot attach any of the {len(paths)} files in {path}", problem.what, code=problem.code
+            f"edgespec cannot attach any of the {len(paths)} files in {path}: for example, {problem.what}",
+            problem.next_step,
+            code=problem.code,
         )
     return ReadFiles(tuple(files), len(paths) - len(files))
 
@@ -122,7 +124,9 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
     if looks_like_image(start) or (is_named_like_image(name) and not is_pdf):
         if not takes_images:
             raise AttachmentError(
-                f"{name} is an image", "attach each image separately", code="attachment_not_text"
+                f"{name} is an image, and folders and patterns attach only text",
+                "attach each image separately",
+                code="attachment_not_text",
             )
         return AttachedFile(name, "", image=Image.read(data, name))
     return AttachedFile(name, _pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))

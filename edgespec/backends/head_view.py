@@ -293,7 +293,7 @@ class HeadView(SelfDraftView[M]):
         if not (fits and self._cells.append_exported(start, end, snapshot.data)):
             self._restart(0)
             raise BackendError(
-                f"the saved KV cache does not fit {self.facts.name}",
+                f"the saved KV cache does not match {self.facts.name}",
                 "process the prompt again",
                 code="state_not_restored",
             )

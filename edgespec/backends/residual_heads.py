@@ -194,8 +194,8 @@ class ResidualHeadTarget:
 
     def made_for_another(self, path: Path, what: str, needed: int, own: int) -> CapabilityError:
         return CapabilityError(
-            f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, not"
-            f" {own:,} as in {self.model.facts.name}",
+            f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, but"
+            f" {self.model.facts.name} has {what} of size {own:,}",
             "choose the head that was published for this model",
             code="head_mismatch",
         )
@@ -297,7 +297,7 @@ def _facts(target: ResidualHeadTarget, heads: ResidualHeads, path: Path) -> Mode
     model = target.model.facts
     return replace(
         model,
-        name=f"the head of {model.name}",
+        name=f"the draft head of {model.name}",
         path=str(path),
         description=f"{len(heads.heads)} heads, {heads.parameters / 1e6:,.1f} M weights",
         parameters=heads.parameters,

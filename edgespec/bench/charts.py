@@ -96,7 +96,7 @@ def _depths(found: Sequence[MethodFigures], width: int) -> list[str]:
         for each in found
         for depth, share in enumerate(each.acceptance_by_depth, 1)
     ]
-    return bar_chart("accepted draft tokens, by depth", bars, width, full=1.0)
+    return bar_chart("accepted draft tokens, by position in the draft", bars, width, full=1.0)
 
 
 def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
@@ -224,13 +224,13 @@ def _plot_passes(report: BenchReport, axes: Axes) -> None:
 
     widths = report.curve.widths
     axes.plot(widths, [report.curve.v(width) for width in widths], marker="o", label="measured")
-    axes.plot(widths, widths, linestyle="--", color="grey", label="v(m) = m")
+    axes.plot(widths, widths, linestyle="--", color="grey", label="one token at a time")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FormatStrFormatter("%g"))
     axes.set_xlabel("tokens checked at once")
-    axes.set_ylabel("single-token passes")
+    axes.set_ylabel("time relative to one token")
     axes.set_title(f"Time for {report.target} to check several tokens at once")
     _add_legend(axes)
 

@@ -160,7 +160,7 @@ class Race:
             return f"{words.subject(name)} was {self.speed_up:.2f}x as fast as {words.without}: {speeds}."
         if not self.other.reply.stats.drafted_tokens:
             return (
-                f"{name} {words.drafted} nothing here, so any difference in speed comes from the machine:"
+                f"{name} {words.drafted} no tokens here, so any difference in speed comes from the machine:"
                 f" {speeds}. Reason for not {words.drafting}: {reason}."
             )
         if self.speed_up > 1 + EQUAL_SPEEDS:
@@ -186,7 +186,8 @@ class Race:
             return text
         rate, steps = limits
         text += (
-            f" Trying {words.drafts} may slow a reply down by {rate:.0%} plus the time of {steps:g} tokens."
+            f" Trying {words.drafts} may slow a reply down by {rate:.0%} plus the time needed to generate"
+            f" {steps:g} tokens."
         )
         if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - EQUAL_SPEEDS:
             text += " The difference is larger than that, so the rest is probably due to the machine."
@@ -238,8 +239,8 @@ def check_race(method: str, options: Mapping[str, Any]) -> None:
         raise OptionError("a race needs a method other than `none`", "use --method auto")
     if options.get("acceptance") == "rejection":
         raise OptionError(
-            "a race compares replies token by token, so it cannot be used with acceptance 'rejection'",
-            "use acceptance 'invariant'",
+            "a race compares replies token by token, so `acceptance` cannot be `rejection`",
+            "set `acceptance` to `invariant`",
             code="option_conflict",
         )
 

@@ -174,7 +174,7 @@ def check_picture_path(path: Path) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise OptionError(
-            f"the folder of {str(path)!r} does not exist", "create it, or use a file in an existing folder"
+            f"the folder for {str(path)!r} does not exist", "create it, or choose an existing folder"
         )
 
 

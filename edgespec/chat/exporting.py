@@ -135,7 +135,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
     export = FORMATS.get(path.suffix.lower())
     if export is None:
         raise OptionError(
-            f"cannot tell the format of {path.name!r}",
+            f"cannot tell from the name {path.name!r} which format to export to",
             f"use a file name that ends in {' or '.join(FORMATS)}, such as chat.md",
         )
     data = export(chat).encode("utf-8", "replace")

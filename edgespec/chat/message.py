@@ -164,7 +164,7 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     messages = [as_message(number, item) for number, item in enumerate(items, 1)]
     only_system = all(message.role == "system" for message in messages)
     if not messages or not (only_system or messages[-1].role in ("user", "tool")):
-        last = f"ends with the role {messages[-1].role}" if messages else "is empty"
+        last = f"ends with a message whose role is `{messages[-1].role}`" if messages else "is empty"
         raise OptionError(
             f"the list of messages {last}",
             "the last message must have the role `user` or `tool`",
@@ -251,8 +251,8 @@ def _check_images(number: int, images: tuple[Any, ...], content: str) -> None:
     for image in images:
         if not (isinstance(image, PlacedImage) and 0 <= image.at <= len(content)):
             raise OptionError(
-                f"the images of message {number} must be PlacedImage objects, each with a position within its"
-                " content",
+                f"the images of message {number} must be PlacedImage objects, each with a position within the"
+                " message's content",
                 "pass edgespec.PlacedImage(image, at), where `at` is the position of the image in the"
                 " content",
                 code="messages_invalid",

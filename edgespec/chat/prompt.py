@@ -103,7 +103,10 @@ _REMEMBERED_IMAGES = 16
 def check_context_full(context_full: str) -> None:
     """Raise OptionError unless `context_full` is `slide` or `refuse`."""
     if context_full not in ("slide", "refuse"):
-        raise OptionError(f"context_full must be `slide` or `refuse`, not {context_full!r}")
+        raise OptionError(
+            f"context_full must be `slide` or `refuse`, not {context_full!r}",
+            "use `slide` to drop the oldest messages when the context is full, or `refuse` to raise an error",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,4 +526,4 @@ def _build_shorter(
 def _others(system_prompt: bool, tools: bool) -> str:
     """Name the parts of the prompt other than the last message, for an error message."""
     others = [*(["the system prompt"] if system_prompt else []), *(["the tools"] if tools else [])]
-    return f" with {' and '.join(others)}" if others else ""
+    return f", together with {' and '.join(others)}," if others else ""

@@ -226,7 +226,7 @@ class ChatStore:
         except OSError as error:
             raise ChatFileError(
                 f"cannot list the chats in {self.folder}: {error_reason(error)}",
-                "set EDGESPEC_DATA_DIR to a folder that you can read",
+                f"check the permissions of {self.folder}, or set EDGESPEC_DATA_DIR to another folder",
                 code="chat_file_unreadable",
             ) from error
         self._entries = dict(map(self._read_entry, found))

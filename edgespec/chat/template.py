@@ -301,7 +301,7 @@ class _TemplateProcess:
             polls += 1
             check_cancelled(progress)
             if polls > _MAX_POLLS:
-                raise _failure("rendering it takes more than 20 seconds")
+                raise _failure("rendering the prompt takes more than 20 seconds")
             if process.memory_bytes > memory_limit_bytes(len(data)):
                 raise _failure(_too_much_memory(len(data)))
 
@@ -314,9 +314,9 @@ class _TemplateProcess:
                     raise _failure(_too_much_memory(len(data)))
                 case "output":
                     limit = format_bytes(output_limit_bytes(len(data)))
-                    raise _failure(f"its output exceeds {limit}")
+                    raise _failure(f"the rendered prompt exceeds {limit}")
                 case "nesting":
-                    raise _failure("its expressions or calls are nested too deeply")
+                    raise _failure("the template's expressions or calls are nested too deeply")
             return reply
         except BaseException:
             self.close()
@@ -335,14 +335,14 @@ def _failure(reason: str) -> TemplateError:
 
 
 def _too_much_memory(request_bytes: int) -> str:
-    return f"rendering it takes more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
+    return f"rendering the prompt takes more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
 
 
 def _exit_reason(process: ChildProcess) -> str:
     process.close()
     if process.exceeded_cpu_limit:
-        return f"rendering it takes more than {CPU_SECONDS:g} seconds of CPU time"
-    return f"the process that renders it exited with status {process.wait(0)}"
+        return f"rendering the prompt takes more than {CPU_SECONDS:g} seconds of CPU time"
+    return f"the process that renders the prompt exited with status {process.wait(0)}"
 
 
 def _import_folders() -> list[str]:

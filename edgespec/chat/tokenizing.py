@@ -77,7 +77,7 @@ def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int
     if least > context_tokens:
         size = format_bytes(sum(len(text.encode("utf-8", "replace")) for text in texts))
         raise ContextFullError(
-            f"the prompt of {size} has at least {least:,} tokens, but the context holds only"
+            f"the prompt ({size}) has at least {least:,} tokens, but the context holds only"
             f" {context_tokens:,}",
             "shorten it, or load a model with a larger --context",
             prompt_tokens=least,

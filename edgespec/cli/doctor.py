@@ -237,7 +237,7 @@ def _default_model(stop: Stop) -> Check:
     except EdgespecError as error:
         return Check(name, False, error.what, error.next_step)
     if reply.finish_reason == "cancelled":
-        raise CancelledError(f"{name} was cancelled")
+        raise CancelledError(f"testing {name} was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
     method = f"(method {reply.method.effective})"
     if reply.method.effective == "none":

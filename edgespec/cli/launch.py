@@ -403,7 +403,9 @@ def _write(path: Path, text: str, shared: bool) -> _Written:
         old = path.read_text("utf-8-sig") if path.exists() else ""
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{path} is not a UTF-8 text file", "move it elsewhere, then try again", code="invalid_encoding"
+            f"cannot update {path}, because it is not a UTF-8 text file",
+            "move it elsewhere, then try again",
+            code="invalid_encoding",
         ) from error
     new = _with_entry(old, text) if shared else text
     if new == old:

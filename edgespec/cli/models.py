@@ -561,7 +561,9 @@ def write_name(table: Literal["aliases", "pairs"], name: str, reference: str | N
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
         raise ModelNotFoundError(
             f"there is no {'alias' if table == 'aliases' else 'draft model saved for'} {name}",
-            f"did you mean {near[0]}?" if near else "`edgespec models list` shows all",
+            f"did you mean {near[0]}?"
+            if near
+            else "`edgespec models list` shows your aliases and draft models",
         )
     path = user_aliases_path()
     written = tomllib.loads(read_text(path) or "").get(table, {})

@@ -156,7 +156,7 @@ def lowbit(
             warn(
                 f"the copies take so much memory that {format_bytes(facts['streamed_bytes'])} are read from"
                 f" disk for each token instead of {format_bytes(before)}, so auto does not use them; use"
-                " --method lowbit, or choose a --type with fewer bits"
+                " --method lowbit, or choose a lower-bit --type"
             )
         _print_result(
             prepared,

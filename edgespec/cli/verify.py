@@ -271,7 +271,7 @@ def _print(facts: dict[str, Any]) -> None:
         why = facts["methods"][name]["note"]
         click.echo(printable(f"{name} proposed no tokens, so nothing was checked{why and f': {why}'}"))
     for name in facts["nothing_shared"]:
-        click.echo(f"the replies with {name} shared no pass of the model, so nothing was checked")
+        click.echo(f"no replies with {name} were computed together, so nothing was checked")
     for name, method in facts["methods"].items():
         # Show faults first.
         divergences = sorted(method["divergences"], key=lambda each: each["verdict"] != "fault")
@@ -279,8 +279,9 @@ def _print(facts: dict[str, Any]) -> None:
             click.echo(printable(f"{name}: {_described(divergence)}"))
     if facts["broken_promises"]:
         click.echo(
-            "\nFailed: when the model was loaded, passes of all sizes gave the same bits, but the passes"
-            " of these replies did not. edgespec's promise of identical replies does not hold for this build."
+            "\nFailed: when the model was loaded, checking several tokens at once gave exactly the same"
+            " results as checking one, but during these replies it did not. edgespec's promise of identical"
+            " replies does not hold for this build."
         )
 
 

@@ -99,7 +99,7 @@ class ConnectedWorkers:
         """Make all calls fail because llama.cpp lost the connection to a worker."""
         self._calls.wait_for_failure(_REASON_SECONDS)
         names = ", ".join(str(link.address) for link in self.links)
-        self._calls.fail(f"the connection to a worker broke ({names})", self.links[0].address.restart_advice)
+        self._calls.fail(f"lost the connection to a worker ({names})", self.links[0].address.restart_advice)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Run `last` if possible, then release the workers. See `_GuardedCalls.close`."""

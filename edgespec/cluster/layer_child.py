@@ -123,7 +123,10 @@ class MessageConnection:
         """
         header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))
         if header_bytes > _MAX_HEADER_BYTES or data_bytes > max_data_bytes * bool(header_bytes):
-            raise ValueError(f"a message has {header_bytes:,} and {data_bytes:,} bytes")
+            raise ValueError(
+                f"a message has an invalid size: {header_bytes:,} bytes of header and {data_bytes:,} bytes of"
+                " data"
+            )
         if not header_bytes:
             return None
         try:

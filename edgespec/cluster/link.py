@@ -126,8 +126,8 @@ def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, libr
         raise MemoryBudgetError(
             f"the worker {address} offers only {format_bytes(status.memory_bytes)} of memory, but --workers"
             f" requests {format_bytes(wanted)}",
-            "close programs there, request less memory, or restart the worker with a higher --memory limit"
-            " if it has one",
+            "close programs there, request less memory, or, if the worker was started with --memory, restart"
+            " it with a higher limit",
         )
     return status.memory_bytes if wanted is None else wanted
 
@@ -169,7 +169,7 @@ class Link:
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
     def _watch(self, on_lost: Callable[[str, str], None]) -> None:
-        why = "exited, or the connection to it broke"
+        why = "exited, or the connection to it was lost"
         self._connection.settimeout(SILENCE_SECONDS)
         try:
             while self._connection.recv(4096):
@@ -286,7 +286,7 @@ def measure_link(address: WorkerAddress) -> LinkSpeed:
                 size *= _GROWTH
         except OSError as error:
             raise WorkerError(
-                f"the connection to the worker {address} broke while its speed was being measured",
+                f"the connection to the worker {address} was lost while its speed was being measured",
                 "check the network, and make sure that the worker runs the same version of edgespec",
             ) from error
     # The data transfer and the round trip partly overlap, so subtract at most half of the measured time.

@@ -53,7 +53,7 @@ class WorkerAddress:
     def restart_advice(self) -> str:
         """Advice to show when the worker is lost."""
         if self.ssh_url:
-            return "check that this machine is running and can be reached, then try again"
+            return "check that the worker's machine is running and reachable by SSH, then try again"
         return "restart `edgespec worker` there, then try again"
 
 
@@ -90,10 +90,10 @@ def parse_machines(name: str, text: str) -> Machines:
     local_bytes = 0
     for item in map(str.strip, text.split(",")):
         place, equals, size = item.partition("=")
-        memory_bytes = parse_size(f"the memory of {place!r} in {name}", size) if equals else None
+        memory_bytes = parse_size(f"the memory for {place!r} in {name}", size) if equals else None
         if memory_bytes is not None and memory_bytes <= 0:
             raise OptionError(
-                f"the memory of {place!r} in {name} must be greater than 0, not {size!r}", _HINT
+                f"the memory for {place!r} in {name} must be greater than 0, not {size!r}", _HINT
             )
         if place.startswith(_SSH):
             workers.append(SshAddress(_check_ssh_url(name, place), memory_bytes))
@@ -102,8 +102,8 @@ def parse_machines(name: str, text: str) -> Machines:
             workers.append(WorkerAddress(host, port, memory_bytes))
         elif memory_bytes is None or local_bytes:
             raise OptionError(
-                f"{name} must say exactly once how much of this machine's memory to use",
-                "for example, add local=8GiB",
+                f"{name} can list `local` only once, and only with a memory size",
+                "for example, write local=8GiB to use 8 GiB of this machine's memory",
             )
         else:
             local_bytes = memory_bytes

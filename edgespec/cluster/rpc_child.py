@@ -134,7 +134,7 @@ def probe_rpc_server(host: str, port: int, timeout_seconds: float) -> RpcServer:
         major, minor, patch = ask(HELLO, _TRANSPORTS, _HELLO_RESPONSE_BYTES)[:3]
         (count,) = struct.unpack("<I", ask(_DEVICE_COUNT, b"", 4))
         if not 0 < count <= _MAX_DEVICES:
-            raise ValueError(f"the server reports {count} devices")
+            raise ValueError(f"the server reports an invalid number of devices ({count})")
         devices = [struct.unpack("<QQ", ask(_DEVICE_MEMORY, struct.pack("<I", i), 16)) for i in range(count)]
         return RpcServer((major, minor, patch), tuple((free, total) for free, total in devices))
 

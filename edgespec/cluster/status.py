@@ -112,10 +112,10 @@ class WorkerStatus:
                 mlx_lm=_short(given["mlx_lm"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError("the response is not the status of a worker") from error
+            raise ValueError("the response is not a valid worker status") from error
         sizes = (status.memory_bytes, *(device.free_bytes for device in devices))
         if not devices or not all(0 <= size < _MAX_BYTES for size in sizes):
-            raise ValueError("the response is not the status of a worker")
+            raise ValueError("the response is not a valid worker status")
         return status
 
 

@@ -156,7 +156,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
         ValueError: `digest` is not a valid digest.
     """
     if not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{digest!r} is not the digest of a weight")
+        raise ValueError(f"{digest!r} is not a valid weight digest")
     path = _path(folder, digest)
     with suppress(OSError):
         data = path.read_bytes()

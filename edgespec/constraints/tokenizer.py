@@ -49,7 +49,8 @@ class ConstraintTokenizer:
         self.end_tokens = [token for token in range(vocabulary.size) if vocabulary.is_end(token)]
         if not self.end_tokens:
             raise CapabilityError(
-                "this model has no token for the end of a reply, so its replies cannot be constrained",
+                "this model has no token that ends a reply, so its replies cannot be restricted to a schema,"
+                " grammar or other constraint",
                 "choose another model",
             )
         self._vocabulary = vocabulary

@@ -12,8 +12,8 @@ from edgespec.model.model_facts import Exactness
 __all__ = ["MethodReport", "Reply", "TextChunk", "TokenLogprobs", "exactness_for"]
 
 _REJECTION = (
-    "can differ from plain decoding, because acceptance 'rejection' can choose other tokens (with the same"
-    " probabilities)"
+    "can differ from plain decoding, because `rejection` acceptance can choose different tokens (with the"
+    " same probabilities)"
 )
 
 
@@ -104,7 +104,7 @@ class MethodReport:
         if self.requested != self.effective:
             name += f" (method {self.requested})"
         if self.effective == "none":
-            slower = f"; trying drafts cost {self.loss_text} of the speed" if self.loss_text else ""
+            slower = f"; trying drafts made the reply {self.loss_text} slower" if self.loss_text else ""
             return f"{name}: {self.reason}{slower}"
         speed_up = f"speed-up {self.speed_up_text}; " if self.speed_up_text else ""
         return f"{name}: {speed_up}{self.reason}"

@@ -115,7 +115,7 @@ class Sampler:
     def _check(self, peak: float) -> None:
         if not math.isfinite(peak):
             raise BackendError(
-                f"the model returned values that are not finite at position {self.position}",
+                f"the model computed invalid numbers (NaN or infinity) at position {self.position}",
                 "try --kv-type f16; if that does not help, the model file may be damaged, so download it"
                 " again",
                 code="logits_not_finite",

@@ -160,8 +160,8 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
         )
     refused = set() if found.is_contiguous else capabilities.self_draft_methods & {EarlyExit.method}
     reason = (
-        "it needs the same results for any number of tokens at once, but on this machine, only"
-        f" {found.text} tokens at once give exactly the same results"
+        "its results must not depend on how many tokens are checked at once, but on this machine, they are"
+        f" identical only for {found.text} tokens at once"
     )
     no_trees = (
         "checking drafts with branches does not give exactly the same results as checking single tokens"

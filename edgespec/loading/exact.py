@@ -205,7 +205,7 @@ def _unrestricted(options: LoadOptions, requested: str) -> Exactness | None:
         why = "replies are computed together (--parallel); --exact runs them one after the other"
     else:
         return None
-    outcome = f"can differ from plain decoding by rounding, because {why}"
+    outcome = f"can differ from plain decoding due to rounding, because {why}"
     return Exactness(requested, False, outcome, cause=cause)
 
 
@@ -403,7 +403,7 @@ def _exactness(requested: str, choice: _Choice) -> Exactness:
     more_time = f"{1 / speed - 1:.0%}" if speed is not None and speed < 0.995 else ""
     if found is None:
         cost = f", but takes about {more_time} more time" if more_time else ""
-        outcome = f"can differ from plain decoding by rounding; --exact prevents that{cost}"
+        outcome = f"can differ from plain decoding due to rounding; --exact prevents that{cost}"
         return Exactness(requested, False, outcome, (), speed)
     if found.max_width == 1:
         outcome = (

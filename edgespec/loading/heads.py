@@ -100,7 +100,7 @@ def find_heads(
     places = f"in the files of {target.name}, next to them or in the Hugging Face cache"
     advice = ""
     if wanted:
-        download = f", a download of {format_bytes(wanted[0].size_bytes)}" if wanted[0] is published else ""
+        download = f" (a download of {format_bytes(wanted[0].size_bytes)})" if wanted[0] is published else ""
         advice = f"use --head {wanted[0].name}{download}"
     return FoundHeads(
         why_none=f"no draft head was found {places}",

@@ -108,7 +108,10 @@ class PairEstimator:
             return "with --exactness bits, replies cannot be computed together"
         for estimator in (self.target, *(estimator for _, estimator in self._drafts.values())):
             if estimator.why_not_shared:
-                return f"{estimator.name} cannot generate several at once, because {estimator.why_not_shared}"
+                return (
+                    f"{estimator.name} cannot generate several replies at once, because"
+                    f" {estimator.why_not_shared}"
+                )
         return ""
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:

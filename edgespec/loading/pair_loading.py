@@ -159,7 +159,8 @@ def _check_trainable(
     if not found.file_format.online_training:
         why, hint = "--learn works only with MLX draft models", "use an MLX draft model"
     elif not draft.capabilities.trainable:
-        why, hint = "it has a recurrent state", "use a draft model without one"
+        why = "edgespec cannot train models with its architecture"
+        hint = "use a draft model with a different architecture"
     elif not same_vocabulary:
         why = f"its vocabulary differs from that of {target.name}"
         hint = "use a draft model with the same vocabulary"

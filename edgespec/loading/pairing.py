@@ -186,7 +186,9 @@ def find_pair(
         found = _prepared_target(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.heads:
         heads = without_heads(
-            heads, f"edgespec runs the version of {found.name} that was prepared for early exit"
+            heads,
+            f"edgespec runs the version of {found.name} that was prepared for early exit, which does not"
+            " support draft heads",
         )
     if not found_draft and drafting.needs_draft_model:
         needing = {each.name for each in methods() if each.needs == "draft model"}

@@ -441,7 +441,7 @@ def check_fits(planned: LoadPlan) -> None:
     named = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in largest)
     context = f"a context of {planned.options.context_tokens:,} tokens"
     if not planned.context_is_fixed:
-        context += ", the smallest that edgespec chooses,"
+        context += ", the smallest that edgespec chooses automatically,"
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with {context} needs {format_bytes(plan.planned_bytes(pool))}{where},"
         f" but only {format_bytes(plan.budget_bytes(pool))} can be used ({plan.budget.source}); the largest"

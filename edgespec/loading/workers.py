@@ -106,7 +106,7 @@ def connect_workers(
     form = pair.target.file_format
     if form.worker_library is None:
         raise OptionError(
-            f"{pair.target.name} cannot run on workers, because its format is {form.label}",
+            f"{pair.target.name} cannot run on workers because of its format ({form.label})",
             "use an ordinary GGUF or MLX version of the model, or omit --workers",
             option="workers",
             code="option_not_supported",
@@ -115,7 +115,7 @@ def connect_workers(
         _check_tensor_split(machines, pair.target.name, form)
     if machines.local_bytes and pair.target.backend.graphics_cards():
         raise OptionError(
-            "--workers does not support local=SIZE on a machine with a graphics card yet",
+            "--workers does not yet support local=SIZE on a machine with a graphics card",
             "start `edgespec worker` on this machine too, and use 127.0.0.1:50052 instead of local",
             option="workers",
             code="option_not_supported",
@@ -130,7 +130,7 @@ def connect_workers(
 
 def _check_tensor_split(machines: Machines, name: str, form: FileFormat) -> None:
     if not form.splits_tensors:
-        reason = f"works only with MLX models, but the format of {name} is {form.label}"
+        reason = f"works only with MLX models, and {name} is not one"
         next_step = "use an MLX version of it"
     elif len(machines.workers) < 2:
         reason, next_step = "needs at least two workers", "list more workers"

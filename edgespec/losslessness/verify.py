@@ -117,7 +117,7 @@ def verify(
             "there is nothing to verify", "pass at least one prompt, method, temperature and draft length"
         )
     check_integer("samples", samples, 1, 1 << 31)
-    if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
+    if not check_number("idle_seconds", idle_seconds, "of at least 0") >= 0:
         raise OptionError(
             f"idle_seconds must not be negative, but is {idle_seconds}", "use 0, or a positive number"
         )

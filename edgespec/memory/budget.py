@@ -214,7 +214,7 @@ def address_limit() -> Limit | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     free = soft - int(psutil.Process().memory_info().vms)
     rounded = max(0, free // _ADDRESS_STEP_BYTES * _ADDRESS_STEP_BYTES)
-    return Limit(rounded, "the limit on address space (ulimit -v)", hard=True)
+    return Limit(rounded, "the address space limit set by ulimit -v", hard=True)
 
 
 def apple_limit() -> Limit:

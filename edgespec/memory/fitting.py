@@ -274,11 +274,11 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         "kv_type": (f"a KV cache of type {choice.kv_type}", _QUALITY.get(choice.kv_type, "")),
         "draft_kv_type": (
             f"a KV cache of type {choice.draft_kv_type} for the draft model",
-            "the model checks its proposals, so replies stay the same",
+            "the model checks what the draft model proposes, so replies stay the same",
         ),
         "draft_window": (
             f"the draft model sees only the last {choice.draft_window or 0:,} tokens",
-            "its KV cache then stops growing with the chat",
+            "the draft model's KV cache then stops growing with the chat",
         ),
         "float32": (
             "16-bit weights, not converted to float32",
@@ -296,7 +296,7 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         ),
         "experts": (
             f"the experts of {choice.experts} layers in main memory",
-            "each token uses only a few of them, so the GPU's memory is better used for the rest",
+            "each token uses only a few experts, so GPU memory is better spent on the rest of the model",
         ),
         "gpu_layers": (
             f"only {choice.gpu_layers} layers on the GPU",

@@ -76,7 +76,8 @@ class Streaming:
     @property
     def text(self) -> str:
         """User-facing clause that says how many bytes each pass reads, and how long that takes."""
-        copies = f"; low-bit copies of these parts ({format_bytes(self.substitute_bytes)}) draft tokens"
+        size = format_bytes(self.substitute_bytes)
+        copies = f"; tokens are drafted with low-bit copies of these parts ({size})"
         return (
             f"{format_bytes(self.bytes_per_pass)} of the model is read from disk for every token, which"
             f" takes about {self.seconds_per_pass:.2g} s at {self.disk_bytes_per_second / 1e9:.1f} GB/s"

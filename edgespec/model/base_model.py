@@ -119,7 +119,7 @@ class BaseModel(ABC):
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
         raise CapabilityError(
             f"the adapter scales of {self.facts.name} are fixed when the model is loaded",
-            "load the model again with other scales in --adapter",
+            "to change them, load the model again with different scales in --adapter",
         )
 
     @abstractmethod
@@ -188,7 +188,7 @@ class BaseModel(ABC):
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:  # noqa: ARG002
         """See `HiddenStateSource`."""
         raise CapabilityError(
-            f"the hidden states of {self.facts.name} cannot be read",
+            f"{self.facts.name} does not support draft heads, because its hidden states cannot be read",
             "choose a method that does not need a draft head",
         )
 
@@ -293,7 +293,7 @@ class SelfDraftView(ABC, Generic[M]):
 
     def prepare_image(self, image: Image) -> PreparedImage:  # noqa: ARG002
         raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and prepares no images",
+            f"{self.facts.name} uses the KV cache of the target and cannot prepare images",
             "call `prepare_image` on the target",
         )
 

@@ -104,7 +104,7 @@ class Image:
             if not comma or not header.endswith(";base64"):
                 raise AttachmentError(
                     f"the data: URL of {name} is not base64-encoded",
-                    "use data:image/png;base64, followed by the base64-encoded file",
+                    "use `data:image/png;base64,` followed by the base64-encoded file",
                     code="attachment_unreadable",
                 )
         _check_size(name, len(text) * 3 // 4, MAX_IMAGE_BYTES)

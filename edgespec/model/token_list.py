@@ -128,7 +128,9 @@ def tokens_of_folder(folder: Path) -> TokenList | None:
         return None
     except (OSError, *_PARSE_ERRORS) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        raise ModelFileError(f"{path} is not a valid tokenizer: {why}", "download the model again") from error
+        raise ModelFileError(
+            f"the tokenizer file {path} is damaged or unreadable ({why})", "download the model again"
+        ) from error
     tokens = [ids[i].encode("utf-8", "surrogatepass") if i in ids else b"[PAD%d]" % i for i in range(count)]
     return TokenList(_kind_of(tokenizer), tokens)
 

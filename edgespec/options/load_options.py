@@ -72,7 +72,7 @@ class LoadArguments(TypedDict, total=False):
         default=False)]
     threads: Annotated[int | None, Option(Integer(1, 1024), "model",
         "Number of CPU threads to use.",
-        default_text="the fastest number, but no more than other programs leave free; 1 for tiny models")]
+        default_text="the fastest number, or fewer if other programs are busy; 1 for tiny models")]
     gpu_layers: Annotated[int | None, Option(Integer(0), "model",
         "Number of the model's layers to run on the GPU; 0 runs the model on the CPU only.",
         default_text="as many as fit")]
@@ -137,8 +137,8 @@ class LoadArguments(TypedDict, total=False):
         default="memory")]
     prefix_cache_memory: Annotated[str | int | None, Option(Size(), "prefix_cache",
         "Maximum memory for the cache of earlier chats.",
-        default_text="8 times the model's KV cache, but at most 4 GiB and a quarter of the memory left within"
-        " --memory")]
+        default_text="8 times the size of the model's KV cache, but at most 4 GiB or a quarter of the unused"
+        " part of --memory, whichever is less")]
     prefix_cache_disk: Annotated[str | int | None, Option(Size(), "prefix_cache",
         "Maximum disk space for the cache of earlier chats.",
         default_text="4 GiB or 10% of the free disk space, whichever is less")]
@@ -150,14 +150,14 @@ class LoadArguments(TypedDict, total=False):
     acceptance: Annotated[str, ACCEPTANCE]
     max_loss: Annotated[float | None, MAX_LOSS]
     draft_confidence: Annotated[float, Option(Number(0.0, 1.0, below_high=True, metavar="P"), "drafting",
-        "Let the draft model stop as soon as its probability for the next token is below P (0 to 1).",
+        "Stop drafting as soon as the draft model's probability for the next token falls below P (0 to 1).",
         default=0.0)]
     draft_branches: Annotated[tuple[int, ...] | Literal["auto"], Option(Branches(), "drafting",
         "Number of alternatives to propose for each token. For example, 3,2 proposes three for the first"
         " token and two for the second. `auto` adds alternatives only while they make replies faster.",
         default=(), default_text="none")]
     draft_window: Annotated[int | None, Option(Integer(0), "drafting",
-        "Let the draft model see only the last N tokens; 0 means no limit.",
+        "Show the draft model only the last N tokens; 0 means no limit.",
         default_text="the whole text, up to the draft model's trained context")]
     draft_sinks: Annotated[int, Option(Integer(0), "drafting",
         "Number of tokens from the start of the text to keep for the draft model, besides the last tokens"
@@ -165,14 +165,14 @@ class LoadArguments(TypedDict, total=False):
         default=4)]
     draft_gpu_layers: Annotated[int | None, Option(Integer(0), "drafting",
         "Number of the draft model's layers to run on the GPU.",
-        default_text="chosen as for --gpu-layers")]
+        default_text="the same as --gpu-layers")]
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
         "How many of the model's first layers the layerskip method uses for drafting. Only for MLX"
         " models.",
         default_text="measured when the model is loaded", per_run=True)]
     head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
-        "Draft head to use instead of a draft model: a small network that was trained to propose tokens for"
-        " this model. `auto` uses heads in the model's files, its folder and the Hugging Face cache (see"
+        "Draft head (a small network that was trained to propose tokens for this model) to use instead of a"
+        " draft model. `auto` uses heads in the model's files, its folder and the Hugging Face cache (see"
         " `edgespec models show`); `none` uses no head.",
         default="auto", in_chat=("Head", "a head's name or path, auto or none"))]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",

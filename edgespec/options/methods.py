@@ -282,7 +282,7 @@ def parse_method(method: str) -> tuple[str, ...]:
         if name in names[:at]:
             raise OptionError(
                 f"method {method!r} contains {name} more than once",
-                "list each part only once",
+                "list each method only once",
                 option="method",
             )
     on_cache = [name for name in names if known[name].uses_target_cache]

@@ -106,7 +106,7 @@ class Kind:
         Raises:
             OptionError: The value is invalid.
         """
-        return check_text(name, value, "one text")
+        return check_text(name, value, "a single string")
 
     def json_schema(self) -> dict[str, Any]:
         """Return the value's limits as JSON Schema keywords, for the server's OpenAPI description."""
@@ -126,7 +126,7 @@ class Text(Kind):
     """A string that the backend validates. `hint` lists examples for the error message."""
 
     metavar: str = "TEXT"
-    hint: str = "one text"
+    hint: str = "a single string"
 
     def check(self, name: str, value: Any) -> str:
         return check_text(name, value, self.hint)
@@ -282,7 +282,7 @@ class WorkerList(Kind):
     metavar = "ADDRESS[=SIZE],..."
 
     def check(self, name: str, value: Any) -> str:
-        text = check_text(name, value, "a list of workers")
+        text = check_text(name, value, "addresses such as 192.168.1.20:50052=16GiB,local=8GiB")
         parse_machines(name, text)
         return text
 
@@ -432,7 +432,7 @@ class Choices(TextList):
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if value == []:
             raise OptionError(
-                f"{name} must be one or more non-empty strings, not []", "pass at least one text"
+                f"{name} must be one or more non-empty strings, not []", "pass at least one string"
             )
         return super().check(name, value)
 
@@ -479,7 +479,7 @@ class JsonSchema(TextFile):
             if isinstance(error, json.JSONDecodeError):
                 place = f" (line {error.lineno}, column {error.colno})"
             raise OptionError(
-                f"{text} is not valid JSON{place}", "correct the file", code="constraint_invalid"
+                f"{text} is not valid JSON{place}", "fix the JSON in this file", code="constraint_invalid"
             ) from None
         if not is_object:
             raise OptionError(
@@ -490,7 +490,7 @@ class JsonSchema(TextFile):
         return schema
 
     def check(self, name: str, value: Any) -> str:
-        hint = "pass a dict, a JSON object as text, or a Pydantic model class"
+        hint = "pass a dict, a JSON string or a Pydantic model class"
         if isinstance(value, type):
             value = _pydantic_schema(name, value, hint)
         try:
@@ -518,7 +518,9 @@ def _pydantic_schema(name: str, model: type, hint: str) -> Any:
         return closed_objects(model.model_json_schema())
     except PydanticUserError as error:
         raise OptionError(
-            f"{name}: {model.__name__} has no JSON schema: {error.message}", hint, code="constraint_invalid"
+            f"the class {model.__name__} in {name} cannot be converted to a JSON schema: {error.message}",
+            hint,
+            code="constraint_invalid",
         ) from None
 
 
@@ -614,8 +616,8 @@ ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
     " different reply every time.",
     default="invariant", in_chat=("Acceptance", "invariant (same seed, same reply)"))
 MAX_LOSS = Option(Share(), "drafting",
-    "How much slower the speed-up may make a reply in the worst case, such as 5%, in addition to the time"
-    " for two tokens. If set, this also applies to methods other than `auto`.",
+    "How much slower than normal the speed-up may make a reply in the worst case, such as 5% (plus the time"
+    " for two tokens). If set, this limit also applies to methods other than `auto`.",
     default_text="2% for auto, no limit for other methods")
 # fmt: on
 

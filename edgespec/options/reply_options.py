@@ -83,7 +83,7 @@ class ReplyArguments(TypedDict, total=False):
         default_text="random", common=True, in_chat=("Seed", "the same seed gives the same reply"))]
     stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
         "End the reply when this text appears in it. The text itself is not included. Can be repeated.",
-        default=(), in_chat=("Stop strings", "texts that end the reply: a,b"))]
+        default=(), in_chat=("Stop strings", "strings that end a reply, e.g. a,b"))]
     schema: Annotated[Mapping[str, Any] | str | type | None, Option(JsonSchema(), "reply",
         "Restrict replies to JSON that matches the JSON schema in this file.",
         per_run=True)]
@@ -118,7 +118,7 @@ class ReplyArguments(TypedDict, total=False):
         common=True, in_chat=("Temperature", "randomness of replies; 0 = none"))]
     top_k: Annotated[int, _sampling("top_k", "N",
         "Sample only from the N most likely tokens; 0 disables this filter.",
-        ("Top k", "only the k most likely; 0 = off"), int)]
+        ("Top k", "the k most likely tokens; 0 = all"), int)]
     top_p: Annotated[float, _sampling("top_p", "P",
         "Sample only from the most likely tokens whose probabilities add up to P; 1 disables this filter.",
         ("Top p", "drop unlikely tokens; 1 = off"))]
@@ -141,7 +141,7 @@ class ReplyArguments(TypedDict, total=False):
         ("Frequency penalty", "avoid frequent tokens; 0 = off"))]
     penalty_window: Annotated[int, _sampling("penalty_window", "N",
         "Number of recent tokens that the penalties apply to; -1 means all.",
-        ("Penalty window", "tokens to look back; -1 = all"), int)]
+        ("Penalty window", "recent tokens to check; -1 = all"), int)]
     logit_bias: Annotated[Mapping[int, float], Option(TokenBiases(), "sampling",
         "Add VALUE to the logit of the token with this ID, such as 1523=-2.5; -inf bans the token. Can be"
         " repeated.")]

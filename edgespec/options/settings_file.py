@@ -101,7 +101,8 @@ def read_text(path: Path) -> str | None:
             where += f", column {place[2]}" if place[2] else ""
         raise ConfigurationError(
             f"{where}: {reason[:1].lower()}{reason[1:]}",
-            'use lines such as target = "8b-q4", or move the file elsewhere',
+            'write each setting as in target = "8b-q4", or move the file to another folder if edgespec should'
+            " not read it",
         ) from error
     return text
 
@@ -156,7 +157,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
         ) from error
     except OSError as error:
         raise ConfigurationError(
-            f"{file} cannot be written: {error_reason(error)}",
+            f"cannot write to {file}: {error_reason(error)}",
             write_advice(error, file.parent, "EDGESPEC_CONFIG_DIR"),
             code="file_not_written",
         ) from error

@@ -172,7 +172,7 @@ def validation_error(
             "the request body must be a JSON object; enclose its fields in braces", code="invalid_json"
         )
     if problem["type"] == "too_short" and not problem["input"]:
-        return invalid_request(f"{place} is empty; add at least one", param=place)
+        return invalid_request(f"{place} is empty; add at least one item", param=place)
     messages = [
         # Pydantic adds a prefix to the messages of the errors that our own checks raise.
         str(each["ctx"]["error"]) if each["type"] == "value_error" else each["msg"]

@@ -86,8 +86,8 @@ class Guard:
                 name = f"the host name {host[:100]}" if host else "an empty Host header"
                 return ApiError(
                     403,
-                    f"the server does not accept {name}, because it is not one of its machine's names; use"
-                    " 127.0.0.1 or localhost, or start the server with an API key",
+                    f"the server does not accept {name}, because without an API key it accepts only local"
+                    " names; use 127.0.0.1 or localhost, or start the server with an API key",
                     "permission_error",
                     "host_not_allowed",
                 )

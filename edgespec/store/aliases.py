@@ -63,8 +63,8 @@ def check_pair(target: str, draft: str) -> str:
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":
         raise OptionError(
-            f"{target} and {draft} are not valid model names for a pair",
-            "specify a target model, then its draft model or `none`",
+            f"cannot pair {target} with {draft}",
+            "name a model first, then its draft model or `none`",
         )
     names = (target,) if draft.lower() == "none" else (target, draft)
     if notices := list(filter(None, map(_not_installed_notice, names))):

@@ -199,7 +199,7 @@ class Catalogue:
                 self._by_name[name.lower()] = (entry, quantisation)
         self._heads_by_name = {head.name.lower(): head for head in self.heads}
         if clash := self._heads_by_name.keys() & self._by_name.keys():
-            raise ValueError(f"the catalogue has a model and a head named {min(clash)}")
+            raise ValueError(f"the catalogue has a model and a draft head that are both named {min(clash)}")
 
     @property
     def names(self) -> list[str]:

@@ -376,7 +376,8 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             near = load_catalogue().nearest_repository(repository)
             return ModelNotFoundError(
                 f"{constants.ENDPOINT} has no model repository {repository}, or you have no access to it",
-                f"{f'did you mean {near}?' if near else 'check the spelling;'} if it is private, {_SIGN_IN}",
+                (f"did you mean {near}? If" if near else "check the spelling; if")
+                + f" the repository is private, {_SIGN_IN}",
             )
         case errors.HfHubHTTPError() | httpx2.HTTPStatusError():
             return _http_error(repository, error.response.status_code)
@@ -400,7 +401,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             )
         case NotImplementedError():
             return DownloadError(
-                f"the file system of {cache} does not support file locks",
+                f"cannot download models to {cache}, because its file system does not support file locks",
                 "set HF_HUB_CACHE to a folder on a local disk",
                 code="file_not_written",
             )

@@ -91,9 +91,9 @@ class DraftOption:
     def tokens(self) -> str:
         """Text that states how much of the target's vocabulary the draft model shares."""
         if self.shared_token_fraction is None:
-            return "the same tokens (according to the catalogue)"
+            return "the same tokens as the model (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
-            return "the same tokens"
+            return "the same tokens as the model"
         return f"{min(99.9, 100 * self.shared_token_fraction):.3g}% of the model's tokens"
 
 
@@ -209,7 +209,7 @@ def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
     except ModelNotFoundError:
         return DraftChoice(
             None,
-            f"the draft model {draft}, which you chose, is not on this machine; to download it, use --draft"
+            f"the draft model that you chose, {draft}, is not on this machine; to download it, use --draft"
             f" {draft}",
         )
 
@@ -244,9 +244,9 @@ def _why_none(
 ) -> str:
     if fitting:
         return (
-            f"no draft model on this machine is expected to make {target.name} faster (expected speed-up"
-            f" with the best one, {fitting[0].reference}: {fitting[0].speedup:.2f}x); to try one anyway, use"
-            " --draft"
+            f"no draft model on this machine is expected to make {target.name} faster (the best one,"
+            f" {fitting[0].reference}, has an expected speed-up of {fitting[0].speedup:.2f}x); to try one"
+            " anyway, use --draft"
         )
     if usable:
         return (

@@ -151,7 +151,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     if not matching:
         labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models))
         raise ModelNotFoundError(
-            f"{repository} has no {label}; it has {join_names(labels)}",
+            f"{label} is not available in {repository}, only {join_names(labels)}",
             f"choose one of them, such as {repository}:{labels[0]}",
             code="quantisation_unavailable",
         )
@@ -272,7 +272,7 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
             code="quantisation_unavailable",
         )
     raise ModelNotFoundError(
-        f"{repository} does not contain a draft head: it has neither a GGUF file, nor config.json and"
+        f"{repository} does not contain a draft head: it has neither a GGUF file nor a config.json with"
         " weights",
         "check the name of the repository",
         code="repository_unusable",

@@ -331,7 +331,7 @@ def files_fingerprint(path: Path, form: ModelFormat) -> str:
     except OSError as error:
         raise ModelFileError(
             f"{path} cannot be read: {error.strerror or error}",
-            "check the path",
+            "check the path and its permissions",
             code="model_file_unreadable",
         ) from error
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
@@ -423,7 +423,8 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
     repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):
         raise OptionError(
-            f"{resolved.path} is not in the Hugging Face cache {cache}", "delete the model yourself"
+            f"cannot remove {resolved.path}: it is not in the Hugging Face cache {cache}",
+            "delete it yourself",
         )
     own = {link.absolute() for link in links}
     others = {
@@ -434,8 +435,8 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
     blobs = {link.resolve() for link in links} - others
     if not all(blob.is_relative_to(cache) for blob in blobs):
         raise OptionError(
-            f"{resolved.path} links to files outside the Hugging Face cache {cache}",
-            "delete the model yourself",
+            f"cannot remove {resolved.path}: it links to files outside the Hugging Face cache {cache}",
+            "delete it yourself",
         )
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))
 

@@ -118,7 +118,7 @@ def _stored(repository: _Repository) -> dict[str, StoredModel]:
             "lmstudio",
             tuple(names),
             None if missing else repository.folder / first.name,
-            problem=f"{missing} of its {first.part_count} parts are missing" if missing else "",
+            problem=f"it lacks {missing} of its {first.part_count} parts" if missing else "",
         )
     return stored
 

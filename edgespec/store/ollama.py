@@ -114,7 +114,7 @@ def _layers(manifest: Path) -> list[tuple[str, str]]:
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         # Ollama may change its manifest format at any time.
-        raise ModelFileError("edgespec cannot parse the model's manifest") from error
+        raise ModelFileError("the model's manifest is damaged or in an unknown format") from error
 
 
 def _gguf_files(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[Path, tuple[Path, ...]]:

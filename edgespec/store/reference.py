@@ -256,7 +256,7 @@ def _resolve_packaged(
             except CancelledError:
                 raise
             except EdgespecError as error:
-                problem = f" (there is no {entry.quantisation} copy, because {error.what})"
+                problem = f" (a {entry.quantisation} copy could not be created: {error.what})"
     path = copy or original
     return Resolved(typed, path, "embedded", entry, f"{typed} -> installed: {path}{problem}", entry.format)
 
@@ -375,7 +375,7 @@ def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | 
             f"there is no file {path}",
             f"did you mean {path.parent / nearest[0]}?"
             if nearest
-            else "check the path; `edgespec models list` shows the models known by name",
+            else "check the path, or choose a model from `edgespec models list`",
         ) from error
     except PermissionError as error:
         raise ModelFileError(
@@ -385,7 +385,9 @@ def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | 
         ) from error
     except (OSError, ValueError) as error:
         raise ModelFileError(
-            f"{path} cannot be opened: {error}", "check the path", code="model_file_unreadable"
+            f"{path} cannot be opened: {error}",
+            "check that the path is correct",
+            code="model_file_unreadable",
         ) from error
     name = path.name or path.resolve().name
     with suppress(OSError, ModelFileError):
@@ -424,12 +426,12 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
         )
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if "config.json" not in missing or any(folder.glob("*.safetensors")):
-        what = "a folder with an incomplete MLX model"
+        what = "contains an incomplete MLX model"
         hint = "add the missing files, or download the model again"
     else:
-        what = "a folder, not a model file or an MLX model"
+        what = "is a folder, but not an MLX model"
         hint = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
-    raise ModelFileError(f"{folder} is {what}, because it lacks {shown}", hint, code="model_file_incomplete")
+    raise ModelFileError(f"{folder} {what}: it lacks {shown}", hint, code="model_file_incomplete")
 
 
 def _is_model(file: Path) -> bool:

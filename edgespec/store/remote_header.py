@@ -103,7 +103,7 @@ def fetch_metadata(
         # Use the layout of the cache, in which other code finds the files that belong to a model.
         target = folder / repository_folder(repository).name / "snapshots" / "main"
         for done, file in enumerate(files):
-            if progress and not progress(f"reading metadata of {repository}", done / len(files)):
+            if progress and not progress(f"reading the metadata of {repository}", done / len(files)):
                 raise CancelledError(f"reading the metadata of {repository} was cancelled")
             _write_header(repository, commit, file, target / file.name)
     return target / files[0].name if is_gguf_model(files[0]) else target
@@ -133,12 +133,12 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
             parse_at *= 2
         if len(data) > _MAX_HEADER_BYTES:
             raise DownloadError(
-                f"the header of {file.name} exceeds the limit of {_MAX_HEADER_BYTES:,} bytes",
+                f"the metadata in {file.name} exceeds the limit of {_MAX_HEADER_BYTES:,} bytes",
                 "choose another model",
             )
     else:
         if not _is_header_complete(file, data):
-            raise DownloadError(f"the download of the header of {file.name} was incomplete", "try again")
+            raise DownloadError(f"the metadata of {file.name} was not downloaded completely", "try again")
     with path.open("wb") as stream:
         stream.write(data)
         stream.truncate(max(file.size_bytes, len(data)))

@@ -85,7 +85,7 @@ class SavedArrays:
             write_private_file(self.path, payload.getvalue())
             self.notice = ""
         except OSError as error:
-            self.notice = f"cannot save data in {self.path}: {error_reason(error)}"
+            self.notice = f"cannot save data to {self.path}: {error_reason(error)}"
 
 
 def delete_saved_arrays(folder: Path | None = None) -> int:

@@ -53,7 +53,9 @@ def check_integer(name: str, value: object, low: int, high: int, hint: str = "")
     integer = as_integer(value)
     if integer is None or not low <= integer <= high:
         above = integer is not None and integer > high
-        at_least = {0: "a non-negative integer", 1: "a positive integer"}.get(low, f"an integer >= {low}")
+        at_least = {0: "a non-negative integer", 1: "a positive integer"}.get(
+            low, f"an integer of at least {low}"
+        )
         allowed = f"an integer from {low} to {high}" if above or high < 1 << 31 else at_least
         next_step = f"choose another number{hint}" if hint else ""
         shown = value if integer is None else integer
@@ -93,10 +95,10 @@ def parse_size(name: str, value: str | int) -> int:
     """
     hint = "use a size such as 8GiB, 8GB or 800MiB"
     if isinstance(value, int) and abs(value) >= 1 << 62:
-        raise OptionError(f"{name} is larger than the memory of any machine", hint)
+        raise OptionError(f"{name} is more memory than any machine has", hint)
     match = _SIZE.fullmatch(str(value))
     if not match or (match[3] and not match[2]):
-        raise OptionError(f"{name} must be a number of bytes, not {value!r}", hint)
+        raise OptionError(f"{name} must be a size, not {value!r}", hint)
     unit = match[2].lower()
     if not unit and "b" not in match[0].lower() and 0 < float(match[1]) < _MIN_UNITLESS_BYTES:
         raise OptionError(f"{name} {value!r} lacks a unit", hint)

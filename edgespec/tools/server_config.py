@@ -74,7 +74,7 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
     if not isinstance(table, dict):
         raise refuse(
             f"the setting {name[:60]!r} is not in a section",
-            "put the settings of each server in a section of their own, such as [files]",
+            "put each server's settings in a section of its own, such as [files]",
         )
     if not _NAME.fullmatch(name):
         raise refuse(f"{name[:60]!r} is not a valid server name", "use up to 32 letters, digits and hyphens")

@@ -190,7 +190,7 @@ def _difference(path: Path, weights: Path) -> str:
     if not own.heads and 0 < own.layers != other.layers > 0:
         return f"it has {other.layers:,} layers, not {own.layers:,}"
     if 0 < own.hidden_size != other.hidden_size > 0:
-        return f"its hidden states have the size {other.hidden_size:,}, not {own.hidden_size:,}"
+        return f"its hidden size is {other.hidden_size:,}, not {own.hidden_size:,}"
     own_tokens, other_tokens = format_at(path).read_tokens(path), format_at(weights).read_tokens(weights)
     if own_tokens is not None and other_tokens is not None and not own_tokens.same_ids(other_tokens):
         return "their vocabularies differ"

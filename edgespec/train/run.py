@@ -226,7 +226,7 @@ def _continued(
     if conversations:
         tokens = sum(len(each.tokens) for each in conversations)
         return (
-            f"{len(conversations):,} conversations with {tokens:,} tokens are written"
+            f"{len(conversations):,} conversations with {tokens:,} tokens have been written"
             f" ({settings.tokens:,} tokens are needed)"
         )
     return ""

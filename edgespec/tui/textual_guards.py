@@ -67,8 +67,8 @@ def check_textual_variables() -> None:
             open(constants.LOG_FILE, "a").close()
         except OSError as error:
             raise ConfigurationError(
-                f"the environment variable TEXTUAL_LOG is {constants.LOG_FILE!r}, which cannot be written:"
-                f" {error_reason(error)}",
+                f"the environment variable TEXTUAL_LOG is {constants.LOG_FILE!r}, but this file"
+                f" cannot be opened for writing: {error_reason(error)}",
                 "unset it, or use a writable file",
             ) from error
     folder = constants.SCREENSHOT_LOCATION

@@ -179,7 +179,8 @@ class ModelHost:
         owner = model.runtime.vocabulary if request.call in _TOKENIZER_CALLS else model.runtime
         if request.call not in (*_CALLS, *_TOKENIZER_CALLS):
             raise EdgespecError(
-                f"another program requested {request.call!r}, which a shared model does not support"
+                f"the program that loaded the model does not let other programs call {request.call!r}",
+                "close that program, and send the message again",
             )
         return getattr(owner, request.call)(*request.arguments, **options)
 

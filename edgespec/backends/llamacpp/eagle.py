@@ -408,7 +408,7 @@ def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
     model, config = target.facts, files.config
     return replace(
         model,
-        name=f"the head of {model.name}",
+        name=f"the draft head of {model.name}",
         path=str(folder),
         architecture="eagle1",
         parameters=sum(math.prod(tensor.shape) for tensor in files.tensors.values()),

@@ -253,7 +253,7 @@ def load_head_file(
     """
     path, shown = head.path, head.shown_path
     assert path is not None
-    options, name = head_options(target), f"the head of {target.facts.name}"
+    options, name = head_options(target), f"the draft head of {target.facts.name}"
     check_weights_fit(name, check_file(str(path)), options)
     weights = load_weights(str(path), name, options, None)
     try:
@@ -261,7 +261,7 @@ def load_head_file(
         if found != architecture:
             raise CapabilityError(
                 f"{shown} is not {kind}, but a model with architecture {shorten(found)!r}",
-                "pass a head with --head, and draft models with --draft",
+                "pass draft heads with --head, and draft models with --draft",
                 code="wrong_file",
             )
         own_size = vocabulary_size(target.weights[0])
@@ -333,8 +333,8 @@ def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, 
     for what, own, needed in sizes:
         if own != needed:
             raise CapabilityError(
-                f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, not"
-                f" {own:,} as in {target.facts.name}",
+                f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, but"
+                f" {target.facts.name} has {what} of size {own:,}",
                 "choose the head that was published for this model",
                 code="head_mismatch",
             )

@@ -132,7 +132,7 @@ def load_all(
         if _states(files) != states:
             # Fail, because the header and the weights may come from different versions of the file.
             raise ModelFileError(
-                f"{path} was replaced or changed while it was loaded", "load the model again"
+                f"{path} was replaced or changed while it was being loaded", "load the model again"
             )
         return weights, stream
     except BaseException:

@@ -118,7 +118,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
     if options.memory_bytes is not None:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
-    name = f"{target.facts.name} at low bits"
+    name = f"{target.facts.name} (low-bit copy)"
     if method.is_partial:
         options = partial_copy_options(options)
         streamed = target.streamed_layers

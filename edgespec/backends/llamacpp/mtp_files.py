@@ -324,7 +324,7 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         )
     if mismatch := _mismatch(own, needed):
         raise CapabilityError(
-            f"the draft head {path} was made for another model: it needs {mismatch} as in {target_name}",
+            f"the draft head {path} was made for a model other than {target_name}: it needs {mismatch}",
             "choose the head that was published for this model",
             code="head_mismatch",
         )
@@ -365,7 +365,7 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
     # In llama.cpp, sliding-window layers read the KV cells of the target's second to last layer, and all
     # other layers read those of its last layer.
     if len(windowed) != layers or windowed[-2:] != [True, False]:
-        return "a sliding window in the second to last layer but not in the last one, unlike"
+        return "a model with a sliding window in the second to last layer but not in the last one"
     own_kv = layers - needed.architecture_number("attention.shared_kv_layers")
     for layer, is_windowed in enumerate(_windowed(own)):
         from_end = 2 if is_windowed else 1

@@ -283,7 +283,7 @@ class WeightStream:
                 done += count
             if _state(file) == self._states[part.file]:
                 return
-            reason = "it was changed while the model was in use"
+            reason = "the file was changed while the model was in use"
         except OSError as error:
             reason = error.strerror or str(error)
         raise BackendError(

@@ -291,7 +291,7 @@ def load_head(target: HeadTarget, head: Head) -> DFlashHead:
     """Load a DFlash or DSpark head for a target. See `registry.HeadNetwork`."""
     folder = checked_folder(head.shown_path)
     files = read_dflash(folder)
-    config, name = files.config, f"the head of {target.facts.name}"
+    config, name = files.config, f"the draft head of {target.facts.name}"
     check_sizes(target, folder, config.size, config.vocab_size)
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
         raise CapabilityError(

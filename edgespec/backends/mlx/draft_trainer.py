@@ -228,7 +228,7 @@ class DraftTrainer(DraftGuesser):
             [min(_OWN_TOKENS, tokens.shape[1] - start) for start in starts],
             self._descent.steps,
             lambda _description, _fraction: True,
-            failure=f"{self._name} could not write text",
+            failure=f"{self._name} could not generate text",
         )
         for row, start, text in zip(rows, starts, texts, strict=True):
             end = start + len(text)

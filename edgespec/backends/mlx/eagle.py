@@ -240,7 +240,7 @@ def load_head(target: HeadTarget, head: Head) -> EagleHead:
     """
     folder = checked_folder(head.shown_path)
     files = read_eagle(folder)
-    name = f"the head of {target.facts.name}"
+    name = f"the draft head of {target.facts.name}"
     check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
     check_memory(target, name, files.weight_bytes)
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]

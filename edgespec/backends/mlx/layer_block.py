@@ -83,7 +83,7 @@ class LayerBlock:
         if self._left_bytes < 0:
             raise MemoryBudgetError(
                 f"the weights exceed the worker's memory by {format_bytes(-self._left_bytes)}",
-                "start the worker with more --memory",
+                "start the worker with a larger --memory",
             )
         evaluate(weight)
         index, _, path = name.partition(".")

@@ -70,7 +70,8 @@ class EarlyExitModel(PartialModel):
     def __init__(self, layers: LayerList, exit_layer: int) -> None:
         lower = layers.without(range(exit_layer, len(layers.layers)))
         super().__init__(
-            f"its first {exit_layer} of {len(layers.layers)} layers", partial(layers.replaced, lower)
+            f"the first {exit_layer} of the model's {len(layers.layers)} layers",
+            partial(layers.replaced, lower),
         )
         self._list = layers
         self._exit_layer = exit_layer

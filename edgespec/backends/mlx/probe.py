@@ -102,7 +102,9 @@ def probe(model: MlxModel) -> ProbeResult:
         unavailable |= dict.fromkeys(heads, why_no_heads)
     unsuitable = (name for name in heads if not heads[name].runs_for(model.facts.architecture))
     for name in unsuitable:
-        unavailable.setdefault(name, "edgespec cannot run such draft heads for its architecture with MLX")
+        unavailable.setdefault(
+            name, "with MLX, edgespec does not support this kind of draft head for its architecture"
+        )
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,
@@ -209,7 +211,7 @@ class _Checks:
             model.stop_logging(log)
         if problem or difference <= self._share * float(np.abs(rows).max()):
             return problem
-        return f"its hidden states depend on the number of tokens per pass (by up to {difference:.2g})"
+        return f"its hidden states vary with the number of tokens per pass (by up to {difference:.2g})"
 
     def _self_draft(self, method: PartialDraft) -> str:
         """Check that self-drafting does not change the model's logits."""

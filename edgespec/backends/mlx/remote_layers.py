@@ -127,7 +127,7 @@ class RemoteBlock:
             seconds = self.connection.gettimeout()
             raise self._lost(f"has not responded for {seconds:g} seconds") from error
         except (OSError, ValueError) as error:
-            raise self._lost("exited, or the connection to it broke") from error
+            raise self._lost("exited, or the connection to it was lost") from error
 
     def _lost(self, what: str) -> WorkerLostError:
         reason = f"the worker {self.address} {what}"

@@ -147,7 +147,7 @@ class TeacherModel:
             [max_tokens] * len(prompts),
             seed,
             progress,
-            failure=f"{self.name} could not write text",
+            failure=f"{self.name} could not generate text",
         )
 
 
@@ -196,7 +196,7 @@ def write_texts(
             while finished < len(prompts):
                 longest = max(map(len, texts.values()))
                 if not progress("writing", max(finished / len(prompts), longest / max(max_tokens))):
-                    raise CancelledError("writing text was cancelled")
+                    raise CancelledError("generating text was cancelled")
                 for response in generator.next_generated():
                     texts[response.uid].append(response.token)
                     finished += response.finish_reason is not None

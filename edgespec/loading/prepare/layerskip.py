@@ -203,7 +203,9 @@ def _test_split_model(
         model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
     except ModelFileError as error:
         raise CapabilityError(
-            f"{path.name} cannot run in two parts: {error.what}", code="early_exit_not_supported"
+            f"{path.name} cannot be prepared for early exit, because its two parts cannot be loaded:"
+            f" {error.what}",
+            code="early_exit_not_supported",
         ) from error
     try:
         actual = _test_logits(model)

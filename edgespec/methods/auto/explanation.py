@@ -79,7 +79,7 @@ class DraftingStatus:
         return self._reason(words) + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     def _reason(self, words: Wording) -> str:
-        drafting, measuring = words.drafting, f"measuring the speed without {words.drafting} first"
+        drafting, measuring = words.drafting, f"first measuring the speed without {words.drafting}"
         if self.is_drafting and self.has_drafted and self.is_faster:
             return f"{drafting} saves time here"
         if not self.tokens:
@@ -89,10 +89,10 @@ class DraftingStatus:
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
                 what = drafting if self.has_drafted else f"preparing {words.drafts}"
-                return f"{what} has already cost as much time as a reply may lose{words.limit}"
+                return f"{what} has already used up the extra time that a reply may take{words.limit}"
             cost, allowed = self.draft_cost_steps, self.allowance_steps
             return (
-                f"a wrong {words.draft} could cost the time for {cost:.1f} tokens; the limit is"
+                f"a wrong {words.draft} could take as long as generating {cost:.1f} tokens; the limit is"
                 f" {allowed:.1f}{words.limit}"
             )
         if self.is_drafting and self.has_drafted:
@@ -100,7 +100,7 @@ class DraftingStatus:
         if self.has_drafted:
             when = "no longer saves time" if self.is_faster else "does not save time"
             lost = _token_times(-self.round_gain_steps)
-            return f"{drafting} {when}: each of the last {words.drafts} cost {lost}"
+            return f"{drafting} {when}: each recent {words.draft} cost {lost}"
         if self.asked_rounds:
             tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
             return f"in {tries}, no {words.draft} was likely to save time (tried: {words.sources(self.name)})"
@@ -111,7 +111,7 @@ class DraftingStatus:
 
 def _token_times(steps: float) -> str:
     return (
-        f"{max(steps, 0.0):.0%} of the time for one token"
+        f"{max(steps, 0.0):.0%} of the time that one token takes"
         if steps < 0.995
-        else f"the time for {steps:.1f} tokens"
+        else f"as much time as {steps:.1f} tokens"
     )

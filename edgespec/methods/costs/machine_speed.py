@@ -150,8 +150,8 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
     models = form.benchmark_models
     if models is None:
         raise CapabilityError(
-            f"edgespec cannot predict the speed of {form.label} models, because it has no benchmark for this"
-            " format"
+            f"edgespec cannot predict the speed of models in this format ({form.label}), because it has no"
+            " benchmark for it"
         )
     with _temporary_folder() as folder:
         path = folder / "model"

@@ -10,7 +10,7 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "dflash",
     label="DFlash head",
-    help_text="a DFlash or DSpark draft head for the model you run, which predicts several tokens at once",
+    help_text="a DFlash or DSpark draft head for the model you run; it predicts several tokens at once",
     docs=MethodDocs(
         source="a DFlash or DSpark head: a few layers that read the target's hidden states and predict a"
         " block of tokens in one pass ([DFlash](https://arxiv.org/abs/2602.06036), "

@@ -178,11 +178,14 @@ class ExitTable:
         """User-facing summary of whether early exit is faster."""
         best = self.best
         accuracy = (
-            f"after {best.exit_layer} of {self.layer_count} layers, it predicts the full model's token"
-            f" {best.agreement:.0%} of the time"
+            f"after {best.exit_layer} of {self.layer_count} layers, it predicts the same token as the full"
+            f" model {best.agreement:.0%} of the time"
         )
         if best.is_faster:
-            return f"{accuracy}: about {best.speed_up:.2f}x with a draft length of {best.draft_length}"
+            return (
+                f"{accuracy}; with a draft length of {best.draft_length}, replies are about"
+                f" {best.speed_up:.2f}x as fast"
+            )
         return f"it {best.shortfall}: {accuracy}"
 
 

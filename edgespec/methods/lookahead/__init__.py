@@ -22,9 +22,9 @@ def _make(context: DrafterContext) -> Drafter:
 METHOD = Method(
     name="lookahead",
     label="parallel guesses",
-    help="the model itself, guessing several positions in parallel",
+    help="the model itself, guessing tokens at several positions in parallel",
     docs=MethodDocs(
-        source="the target itself, guessing several positions in one pass ([lookahead "
+        source="the target itself, guessing tokens at several positions in one pass ([lookahead "
         "decoding](https://arxiv.org/abs/2402.02057))",
         requires="a machine that can check many tokens at once cheaply",
         memory="none",

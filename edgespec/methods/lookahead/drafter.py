@@ -206,8 +206,8 @@ class LookaheadDrafter(Drafter):
     def _estimate(self, window: LookaheadWindow) -> str:
         cost, tokens = self._curve.v(window.rows), 1 + window.expected_tokens
         return (
-            f"checking {window.rows} tokens takes {cost:.2f} times as long as one token and yields"
-            f" {tokens:.2f} tokens"
+            f"checking {window.rows} tokens takes {cost:.2f} times as long as checking one, and yields"
+            f" {tokens:.2f} tokens on average"
         )
 
     def begin(self, tokens: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
         return lowbit_file(prepared)
     if find_substitutes(path) is not None:
         return MissingDrafter(
-            f"the low-bit copies of layers of {facts.name} were made for a different amount of memory",
+            f"the low-bit copies of {facts.name}'s layers were made for a different amount of memory",
             f"run `edgespec prepare lowbit {context.reference} --for-memory SIZE` with the amount of memory"
             f" that you use, or `edgespec prepare lowbit {context.reference}` for a copy of the whole model",
         )
@@ -174,7 +174,7 @@ def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
     check_lowbit(prepared, target.path)
     return replace(
         target,
-        name=f"{target.name} at low bits",
+        name=f"{target.name} (low-bit copy)",
         path=lowbit_file(prepared),
         format=form.low_bit_copy_format,
     )

@@ -10,10 +10,10 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "medusa",
     label="Medusa heads",
-    help_text="Medusa draft heads for the model you run, each of which predicts one token further ahead",
+    help_text="Medusa draft heads for the model you run; each predicts one token further ahead than the last",
     docs=MethodDocs(
         source="Medusa heads: small networks that read the target's last hidden state. The first "
-        "predicts the token after next, and each further head one token further ahead "
+        "predicts the token after next, and each additional head one token further ahead "
         "([Medusa](https://arxiv.org/abs/2401.10774))",
         requires="draft heads trained for the model you run (see [Models](models.md#heads))",
         memory="the draft heads, and working memory for 2,048 tokens",

@@ -274,5 +274,5 @@ class OnlineTrainer:
                     f" compared with {original_hits / tokens:.0%} without training"
                 )
             if not self._trainer.adapted:
-                note += "; edgespec uses the original model, because it is better"
+                note += "; edgespec uses the original draft model, which is more accurate"
         return " · ".join(filter(None, (note, self._store.notice if self._store else "")))

@@ -30,7 +30,7 @@ _FOREIGN_PARTS = {
 # Names of architectures that only Ollama's own engine supports. llama.cpp uses different names for some of
 # them.
 _OLLAMA_ARCHITECTURES = ("gptoss", "mllama", "qwen25vl", "deepseekocr", "glmocr")
-_OTHER_VERSION = "choose a version of the model for llama.cpp, for example from Hugging Face"
+_OTHER_VERSION = "choose a version of the model that was made for llama.cpp, for example from Hugging Face"
 _UPDATE = "update llama-cpp-python, or choose another model"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 # Tensors whose first dimension is the hidden size.
@@ -130,14 +130,14 @@ def explain_refusal(log: str, headers: Sequence[GgufHeader]) -> Refusal | None:
     architecture = headers[0].architecture if headers else ""
     names = [tensor.name for header in headers for tensor in header.tensors]
     if part := foreign_part(names):
-        what = f"contains {part}, as files for Ollama's own engine do, and llama.cpp cannot load such files"
+        what = f"contains {part}, like files made for Ollama's own engine, so llama.cpp cannot load it"
         return Refusal(what, _OTHER_VERSION)
     if architecture in _OLLAMA_ARCHITECTURES:
         return Refusal(
             f"has the architecture '{architecture}', which only Ollama's own engine supports", _OTHER_VERSION
         )
     unused = _unused_tensors(architecture, names)
-    extra = f", and not {unused[0]}" if unused else ""
+    extra = f"; for example, it does not use {unused[0]}" if unused else ""
     groups = [shorten(group.strip()) for group in match.groups()]
     return Refusal(pattern.what.format(*groups, architecture=architecture, extra=extra), pattern.next_step)
 

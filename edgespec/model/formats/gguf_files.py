@@ -89,21 +89,21 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
     if not start.startswith(b"GGUF"):
         raise ModelFileError(
             f"{path} is not a GGUF file: it {describe_start(start)}",
-            f"select the .gguf file of a {content}",
+            f"select a .gguf file that contains a {content}",
             code="wrong_file",
         )
     version, swapped = (int.from_bytes(start[4:8], order) for order in _BYTE_ORDERS)
     if len(start) >= 8 and swapped in _VERSIONS:
         raise ModelFileError(
             f"{path} has the wrong byte order for this machine ({_BYTE_ORDERS[1]}-endian)",
-            f"download a {_BYTE_ORDERS[0]}-endian file of the {content}, or convert it with"
+            f"download a {_BYTE_ORDERS[0]}-endian version of the {content}, or convert this file with"
             " `gguf-convert-endian`",
             code="model_file_not_supported",
         )
     if len(start) >= 8 and version == _VERSIONS[0]:
         raise ModelFileError(
             f"{path} has version {version} of the GGUF format, which llama.cpp can no longer read",
-            f"download a newer file of the {content}",
+            f"download the {content} in a newer version of the format",
             code="model_file_not_supported",
         )
 
@@ -186,9 +186,10 @@ def _find_parts(path: Path, split: _Split) -> list[Path]:
 def _missing_parts(
     path: Path, example: str, missing: int, count: int, number: int | None = None
 ) -> ModelFileError:
-    which = "" if number is None else f", which is part {number + 1},"
+    part = f"one of {count} parts" if number is None else f"part {number + 1} of {count}"
+    lacking = f"{example} is" if missing == 1 else f"{missing} parts, such as {example}, are"
     return ModelFileError(
-        f"{missing} of the {count} parts of {path}{which} are missing, such as {example}",
+        f"{path} is {part} of a split model, but {lacking} missing",
         f"copy all parts to {path.parent}; {_JOIN_HINT}",
         code="model_file_incomplete",
     )

@@ -58,7 +58,7 @@ def head_at(path: Path) -> Head:
         raise unknown_head(str(path), info)
     raise ModelFileError(
         f"{path} contains a model with architecture {shorten(info.architecture)!r}, not a draft head",
-        "pass a head with --head, and draft models with --draft",
+        "use --head only for draft heads, and --draft for draft models",
         code="wrong_file",
     )
 

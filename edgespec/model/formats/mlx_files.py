@@ -98,7 +98,7 @@ def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
     if not Path(adapters[0].path).is_dir():
         raise ModelFileError(
             f"the adapter folder {adapters[0].path} does not exist",
-            "pass the folder that `mlx_lm.lora --adapter-path` wrote",
+            "pass the folder in which `mlx_lm.lora --adapter-path` saved the adapter",
             code="adapter_unusable",
         )
 
@@ -233,7 +233,8 @@ def _index(path: Path) -> dict[str, str]:
         return {str(tensor): str(file) for tensor, file in weights.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{path} is not a valid index of weight files ({type(error).__name__})",
+            f"{path}, which lists the model's weight files, is damaged or unreadable"
+            f" ({type(error).__name__})",
             "download the model again",
         ) from error
 

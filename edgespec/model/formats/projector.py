@@ -72,7 +72,7 @@ def read_projector(path: Path, *, small_images: bool = False) -> Projector:
     kind = header.metadata.get("clip.projector_type") or header.metadata.get("clip.vision.projector_type")
     if kind in _POSITION_DEPENDENT:
         raise ModelFileError(
-            f"{path} is an image projector of the kind {kind}, which edgespec does not support",
+            f"{path} is an image projector of type {kind}, which edgespec does not support",
             "choose another model, or --mmproj none",
             code="model_file_not_supported",
         )

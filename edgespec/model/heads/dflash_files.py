@@ -111,7 +111,7 @@ def _states(config: Mapping[str, Any]) -> tuple[int, ...]:
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     types = config.get("layer_types") or [_FULL] * layers
     if len(types) != layers or not {*types} <= {_SLIDING, _FULL}:
-        raise ValueError(f"edgespec does not support the layer_types {types!r}")
+        raise ValueError(f"layer_types is {types!r}, which edgespec does not support")
     return tuple(int(config["sliding_window"]) if kind == _SLIDING else 0 for kind in types)
 
 
@@ -212,7 +212,7 @@ def _check_tensors(
         raise ValueError(f"the tensor {min(missing)} is missing")
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise ValueError(f"the tensor {name} is not part of such a head")
+            raise ValueError(f"the tensor {name} does not belong in this type of head")
         if tensor.shape != shapes[name]:
             raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating:

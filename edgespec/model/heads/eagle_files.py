@@ -208,7 +208,7 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], dra
     for name, tensor in tensors.items():
         shape = needed.get(name) or optional.get(name)
         if shape is None:
-            raise ValueError(f"the tensor {name} is not part of such a head")
+            raise ValueError(f"the tensor {name} does not belong in this type of head")
         if tensor.shape != shape:
             raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shape}")
         if not tensor.is_floating:

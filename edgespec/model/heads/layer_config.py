@@ -57,7 +57,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return config
     except FileNotFoundError as error:
         raise ModelFileError(
-            f"{folder} contains no config.json, so it is not the folder of a draft head",
+            f"{folder} does not contain a draft head, because it has no config.json",
             "pass a folder that contains a draft head's config.json and its weights, such as"
             " model.safetensors or pytorch_model.bin",
             code="model_file_incomplete",

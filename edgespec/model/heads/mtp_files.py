@@ -122,7 +122,7 @@ def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) ->
     for name, one in tensors.items():
         if one.dtype == "F8_E4M3":
             raise _unusable(
-                folder, f"the scales of the FP8 tensor {name} are missing or have an unknown shape"
+                folder, f"the scales of the FP8 tensor {name} are missing or have an unexpected shape"
             )
     if not layout.hidden_first:
         return tensors

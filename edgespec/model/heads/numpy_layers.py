@@ -245,7 +245,7 @@ class Rotation:
             self._frequencies /= _yarn_divisors(rope, size)
             self._scale = np.float32(_yarn_scale(rope))
         if not np.isfinite(self._frequencies).all():
-            raise ValueError("its rope_scaling leads to values that are not finite")
+            raise ValueError("its rope_scaling produces infinite or undefined values")
 
     def __call__(self, heads: Array, positions: NDArray[np.int64]) -> Array:
         """Rotate vectors [heads, tokens, size], given the position of each token."""
@@ -352,7 +352,7 @@ class WeightLoader:
         values = tensor.read()
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise ModelFileError(
-                f"the draft head {self._file} is damaged: its weights are not finite numbers",
+                f"the draft head {self._file} is damaged: some of its weights are infinite or NaN",
                 "download it again, or use --head none",
             )
         return values

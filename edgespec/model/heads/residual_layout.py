@@ -154,8 +154,8 @@ def read_residual_heads(path: Path) -> ResidualHeads:
     kind = config.get("hydra_head_arch", "mlp")
     if kind not in ("mlp", "prefix-mlp"):
         raise CapabilityError(
-            f"{path} contains Hydra heads of the kind {shorten(repr(kind))}, which edgespec cannot run",
-            "choose heads of the kind 'mlp' or 'prefix-mlp'",
+            f"{path} contains Hydra heads of type {shorten(repr(kind))}, which edgespec cannot run",
+            "choose Hydra heads of type 'mlp' or 'prefix-mlp'",
             code="head_not_supported",
         )
     tensors = _NamedTensors(file)

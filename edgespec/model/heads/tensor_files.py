@@ -249,7 +249,7 @@ def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
     with archive.open(entry) as file:
         content = file.read(entry.file_size)
     if len(content) != entry.file_size:
-        raise ValueError(f"the archive states a wrong size for {entry.filename}")
+        raise ValueError(f"the archive gives the wrong size for {entry.filename}")
     return content
 
 

@@ -127,7 +127,7 @@ def _parsed(value: Any, what: str) -> Any:
         place = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
         raise OptionError(
             f"{what} is not valid JSON{place}",
-            "correct the text, or pass an object",
+            "fix the JSON, or pass an object",
             code="constraint_invalid",
         ) from None
 
@@ -177,7 +177,7 @@ def _named(value: Any, what: str, place: str) -> dict[str, Any]:
     if value in ([], {}):
         return {}
     if not isinstance(value, Mapping):
-        raise _wrong(what, place, "an object that contains schemas by name", value)
+        raise _wrong(what, place, "an object that maps names to schemas", value)
     return {name: _tidy(each, what, f"{place}/{_escaped(name)}") for name, each in value.items()}
 
 

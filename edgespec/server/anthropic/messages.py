@@ -98,7 +98,9 @@ class AnthropicMessage(ItemFields):
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | _Blocks
-    tool_calls: list[dict[str, Any]] | None = Field(default=None, description="As in OpenAI's API.")
+    tool_calls: list[dict[str, Any]] | None = Field(
+        default=None, description="Tool calls in the format of OpenAI's API."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -165,7 +165,7 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
     position = _POSITION.fullmatch(problem)
     if position is None:
         return invalid_request(
-            f"the request body is not valid JSON: {problem[:200]}; correct it at that point",
+            f"the request body is not valid JSON: {problem[:200]}; correct it",
             code="invalid_json",
         )
     reason, number, column = position[1], int(position[2]), int(position[3])

@@ -101,7 +101,7 @@ OLLAMA = Protocol(
         Endpoint(
             "POST",
             "/api/embeddings",
-            "Compute the embedding of a text.",
+            "Compute the embedding of a single text.",
             embed_prompt,
             OllamaEmbeddingRequest,
             OllamaEmbedding,

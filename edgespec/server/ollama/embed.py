@@ -39,7 +39,7 @@ class _EmbedFields(RequestFields):
 class OllamaEmbedRequest(_EmbedFields):
     """The body of an embed request."""
 
-    input: str | _Texts = Field(description="A text, or several texts.")
+    input: str | _Texts = Field(description="Text to embed, or a list of texts.")
     truncate: bool | None = Field(
         default=None, description="Cut off the end of texts that do not fit in the context."
     )

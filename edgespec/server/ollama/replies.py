@@ -335,7 +335,7 @@ class OllamaGenerateRequest(OllamaFields):
         }
     )
 
-    prompt: str | None = Field(default=None, description="The question, or with raw the text to continue.")
+    prompt: str | None = Field(default=None, description="The question or, with raw, the text to continue.")
     system: str | None = Field(default=None, description="The system prompt.")
     raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
     images: list[str] | None = Field(default=None, description="Images before the prompt, in base64.")

@@ -28,7 +28,7 @@ OPENAI = Protocol(
         Endpoint(
             "POST",
             "/v1/completions",
-            "Continue a text.",
+            "Continue text.",
             create_completion,
             CompletionRequest,
             Completion,
@@ -37,7 +37,7 @@ OPENAI = Protocol(
         Endpoint(
             "POST",
             "/v1/responses",
-            "Reply to an input.",
+            "Reply to a message or a conversation.",
             create_response,
             ResponsesRequest,
             ResponseObject,

@@ -55,7 +55,7 @@ class CompletionRequest(ChoiceFields):
     )
 
     prompt: Texts = Field(
-        description="The text to continue, or several texts. Each can also be a list of token IDs."
+        description="Text to continue, or a list of texts. Each can also be a list of token IDs."
     )
     # Evaluation harnesses pass 0 to get only the log-probabilities of the prompt.
     max_tokens: MaxTokensOrZero = None

@@ -32,7 +32,9 @@ class EmbeddingRequest(RequestFields):
     prompt_field = "input"
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
-    input: Texts = Field(description="A text, or several texts. Each can also be a list of token IDs.")
+    input: Texts = Field(
+        description="Text to embed, or a list of texts. Each can also be a list of token IDs."
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="base64 returns the vectors as base64-encoded float32 values."
     )

@@ -135,9 +135,9 @@ class BuildFolder:
         free_bytes = shutil.disk_usage(self.folder.parent).free
         if needed_bytes > free_bytes:
             raise ModelFileError(
-                f"{self.folder.parent} needs {format_bytes(needed_bytes)} of free space, but has only"
-                f" {format_bytes(free_bytes)}",
-                "free disk space, or choose a folder on another disk with --to",
+                f"preparing the model needs {format_bytes(needed_bytes)} of disk space, but only"
+                f" {format_bytes(free_bytes)} is free in {self.folder.parent}",
+                "free some space, or choose a folder on another disk with --to",
                 code="disk_full",
             )
         if not is_resumed:
@@ -267,7 +267,7 @@ def build(
             return prepared
     except OSError as error:
         raise ModelFileError(
-            f"{folder} cannot be written: {error_reason(error)}",
+            f"cannot write to {folder}: {error_reason(error)}",
             f"{write_advice(error, folder.parent, '--to')}, then prepare the model again to resume",
             code="file_not_written",
         ) from error
@@ -280,7 +280,8 @@ def _register(entry: Path, folder: Path) -> None:
             temporary.write_bytes(os.fsencode(folder))
     except OSError as error:
         raise ModelFileError(
-            f"{folder} is complete, but edgespec cannot register it in {entry.parent}: {error_reason(error)}",
+            f"the model in {folder} is prepared, but edgespec cannot record this in {entry.parent}:"
+            f" {error_reason(error)}",
             f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}, then prepare the model again",
             code="file_not_written",
         ) from error
@@ -326,7 +327,7 @@ def _existing(
         return None
     if (existing.kind, existing.source, dict(existing.settings)) != (kind, source, dict(settings)):
         raise OptionError(
-            f"{folder} was prepared from {existing.source} with different settings",
+            f"{folder} was prepared from another model or with different settings (from {existing.source})",
             "choose another folder, or delete this one",
             code="output_exists",
         )

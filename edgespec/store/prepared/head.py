@@ -30,7 +30,9 @@ def converted_path(folder: Path, target: Path) -> Path:
         ]
     except OSError as error:
         raise ModelFileError(
-            f"{folder} cannot be read: {error_reason(error)}", "check the path", code="model_file_unreadable"
+            f"{folder} cannot be read: {error_reason(error)}",
+            "check the path and its permissions",
+            code="model_file_unreadable",
         ) from error
     key = f"{folder.resolve()} {stamps} {_layer_count(target)}"
     return (

@@ -135,7 +135,7 @@ def read_prepared(folder: Path) -> PreparedModel:
                 code="prepared_outdated",
             )
         if not isinstance(value["kind"], str):
-            raise TypeError(f"it has an unknown kind of model: {value['kind']!r}")
+            raise TypeError(f"it describes an unknown kind of model: {value['kind']!r}")
         return PreparedModel(
             value["kind"],
             folder,

@@ -104,8 +104,8 @@ def _import(context: Context) -> Result:
     if not context.argument:
         raise OptionError(
             "/import needs the path of a file",
-            "type /import and the path of a JSON or ZIP file exported from ChatGPT, Claude, Open WebUI or"
-            " edgespec",
+            "type /import followed by the path of a JSON or ZIP file exported from ChatGPT, Claude, Open"
+            " WebUI or edgespec",
         )
     path, hint = unquoted(context.argument), f"{context.list_hint}."
     return Action("import", path, otherwise=lambda: import_file(context.archive, path, hint))

@@ -231,7 +231,7 @@ class VocabularyComparison:
         if self.translation is None:
             return ""
         shared, total = len(self.translation.target_ids), self.translation.target_token_count
-        share = f"{shared:,} of {self.target_name}'s {total:,} tokens"
+        share = f"{shared:,} of the {total:,} tokens in {self.target_name}'s vocabulary"
         than = "of its tokens will be accepted than with a draft model from the same family"
         if self.mapping == "retokenised":
             return f"{self.draft_name} has only {share}. Its text must be tokenized again, and fewer {than}"

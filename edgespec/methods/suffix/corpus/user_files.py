@@ -91,7 +91,7 @@ def read_user_files(
         if progress is not None and not progress(f"reading {root.name}", number / len(files)):
             raise CancelledError(f"cancelled while reading {root}")
         if total >= max_tokens:
-            skipped[f"after {max_tokens:,} tokens"] = len(files) - number
+            skipped[f"beyond the limit of {max_tokens:,} tokens"] = len(files) - number
             break
         tokens = saved[key] if key in saved else _tokenize_file(file, vocabulary)
         if tokens is None:
@@ -144,7 +144,7 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
     skipped = Counter({"too large": 0})
     for number, path in enumerate(_walk(root) if root.is_dir() else (root,)):
         if len(files) == _MAX_FILES or number == _MAX_ENTRIES:
-            skipped[f"or more after {number:,} files"] = 1
+            skipped[f"or more beyond the limit of {number:,} files"] = 1
             break
         with suppress(OSError):
             status = path.stat()
