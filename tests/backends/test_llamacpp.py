@@ -95,9 +95,7 @@ class TestErrorMessages:
         first, *others = write_parts(tmp_path, "big")
         for part in others:
             part.unlink()
-        self.refused(
-            ModelFileError, first, "2 of the 3 parts of .* are missing, such as big-00002-of-00003.gguf"
-        )
+        self.refused(ModelFileError, first, "2 parts, such as big-00002-of-00003.gguf, are missing")
 
     def test_a_context_larger_than_memory(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")

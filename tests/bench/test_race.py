@@ -131,12 +131,12 @@ def test_without_drafts_only_the_machine_explains_a_difference(finished: Race) -
     for seconds in (0.009, 0.02):
         headline = race_of(race, 0.01, seconds).headline()
         assert headline.startswith(
-            "model drafted nothing here, so any difference in speed comes from the machine: "
+            "model drafted no tokens here, so any difference in speed comes from the machine: "
         )
         assert headline.endswith(f"Reason for not drafting: {finished.other.reply.method.reason}.")
         guess = race_of(race, 0.01, seconds).chat_headline()
         assert guess.startswith(
-            "model guessed nothing here, so any difference in speed comes from the machine: "
+            "model guessed no tokens here, so any difference in speed comes from the machine: "
         )
 
 
@@ -145,7 +145,7 @@ def test_a_slower_race_states_the_loss_limit(finished: Race, seconds: float, *, 
     race = with_drafts(finished, drafted=2, loss_limits=(0.05, 2.0))
     headline = race_of(race, 0.01, seconds).headline()
     assert (
-        "not enough to save time. Trying drafts may slow a reply down by 5% plus the time of 2 tokens"
+        "not enough to save time. Trying drafts may slow a reply down by 5% plus the time needed to generate 2 tokens"
         in headline
     )
     assert headline.endswith("so the rest is probably due to the machine.") == exceeds

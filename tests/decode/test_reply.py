@@ -29,7 +29,7 @@ from edgespec import MethodReport
         ),
         (
             MethodReport("auto", "none", "this target is so small", "", -0.13, 0.03),
-            "plain decoding (method auto): this target is so small; trying drafts cost 13% ± 3% of the speed",
+            "plain decoding (method auto): this target is so small; trying drafts made the reply 13% ± 3% slower",
             "0.87x ± 0.03",
         ),
         (

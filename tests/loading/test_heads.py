@@ -280,7 +280,7 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
     pair = pair_of(Path("qwen3-8b"))
     assert (pair.draft, pair.heads) == (None, ())
     named = pair_of(Path("qwen3-8b"), method="eagle")
-    assert named.head_advice == "use --head qwen3-8b-eagle3, a download of 763 MiB"
+    assert named.head_advice == "use --head qwen3-8b-eagle3 (a download of 763 MiB)"
     assert pair_of(Path("qwen3-8b"), method="medusa").head_advice == ""
     for expected in (
         "to download it, use --draft qwen3-0.6b (381 MiB, expected speed-up",

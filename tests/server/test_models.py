@@ -102,7 +102,7 @@ def test_the_log_says_that_replies_run_one_after_the_other(
         await use(pool, None)
         assert "replies run one after the other" not in caplog.text
         await use(pool, tiny_mlx)
-        assert "tiny cannot generate several at once" in caplog.text
+        assert "tiny cannot generate several replies at once" in caplog.text
 
 
 def test_the_log_says_how_much_memory_a_model_uses(

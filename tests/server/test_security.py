@@ -46,7 +46,9 @@ def test_other_host_names_are_rejected(http: httpx.Client, host: str) -> None:
     assert reply.status_code == 403
     assert reply.json()["error"]["code"] == "host_not_allowed"
     named = host or "an empty Host header"
-    assert f"{named}, because it is not one of its machine's names" in reply.json()["error"]["message"]
+    assert (
+        f"{named}, because without an API key it accepts only local names" in reply.json()["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,11 @@ def chosen(reference: str, memory_bytes: int | None = None) -> DraftChoice:
 def test_drafts_are_matched_by_tokens(lmstudio: Path) -> None:
     (option,) = drafts_of("maker/Large-GGUF")
     assert option.reference == "maker/Small-GGUF"
-    assert (option.shared_token_fraction, option.tokens, option.source) == (1.0, "the same tokens", "tokens")
+    assert (option.shared_token_fraction, option.tokens, option.source) == (
+        1.0,
+        "the same tokens as the model",
+        "tokens",
+    )
     assert drafts_of("maker/Small-GGUF") == []  # A larger model never drafts.
     assert drafts_of("maker/Small-Like-GGUF") == []
 
@@ -102,7 +106,7 @@ def test_auto_takes_the_draft_and_gives_the_reason(lmstudio: Path) -> None:
     assert choice.draft is not None
     assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
     assert choice.reason == (
-        "it has the same tokens, and its expected speed-up is 1.5x (estimated from its size)"
+        "it has the same tokens as the model, and its expected speed-up is 1.5x (estimated from its size)"
     )
     assert not choice.is_expected
     assert chosen("maker/Large-GGUF") == choice
@@ -254,7 +258,7 @@ class TestUserPairs:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')
         choice = chosen("demo")
         assert choice.draft is None
-        assert "1b-q4, which you chose, is not on this machine" in choice.reason
+        assert "1b-q4, is not on this machine" in choice.reason
         assert "use --draft 1b-q4" in choice.reason
 
 

@@ -103,7 +103,7 @@ class TestOllama:
         odd = ollama.folder / "manifests/registry.ollama.ai/library/odd/latest"
         for content in ("", "[]", '{"layers": 3}', '{"layers": [{"mediaType": 1}]}', "\0", "[" * 100_000):
             odd.write_text(content)
-            assert "cannot parse the model's manifest" in why_skipped()["odd:latest"]
+            assert "the model's manifest is damaged" in why_skipped()["odd:latest"]
         odd.write_text(
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
@@ -186,7 +186,7 @@ class TestLmStudio:
         renamed = parts[2].rename(parts[2].with_name("tiny-Q8_0-00003-of-00003 (1).gguf"))
         assert parts[0] in [model.path for model in find_installed().models]
         renamed.unlink()
-        assert why_skipped() == {"maker/Split": "1 of its 3 parts are missing"}
+        assert why_skipped() == {"maker/Split": "it lacks 1 of its 3 parts"}
 
     def test_a_whole_file_named_like_a_part_is_a_model(self, lmstudio: Path, tmp_path: Path) -> None:
         model = write_llama(tmp_path / "tiny.gguf")

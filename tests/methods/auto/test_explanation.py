@@ -35,14 +35,14 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         (GUESSED, "drafting is being tried, but has not saved time so far"),
         (
             replace(GUESSED, is_drafting=False),
-            "drafting does not save time: each of the last drafts cost 20% of the time for one token",
+            "drafting does not save time: each recent draft cost 20% of the time that one token takes",
         ),
         (
             replace(GUESSED, is_drafting=False, is_faster=True, round_gain_steps=-1.3),
-            "drafting no longer saves time: each of the last drafts cost the time for 1.3 tokens",
+            "drafting no longer saves time: each recent draft cost as much time as 1.3 tokens",
         ),
-        (replace(START, tokens=0), "measuring the speed without drafting first"),
-        (replace(START, tokens=1), "measuring the speed without drafting first"),
+        (replace(START, tokens=0), "first measuring the speed without drafting"),
+        (replace(START, tokens=1), "first measuring the speed without drafting"),
         (
             replace(START, round_gain_steps=-0.2),
             "drafting has not saved time lately, so it is retried only now and then",
@@ -57,15 +57,15 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong draft could cost the time for 3.2 tokens; the limit is 2.4 (see --max-loss)",
+            "a wrong draft could take as long as generating 3.2 tokens; the limit is 2.4 (see --max-loss)",
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has already cost as much time as a reply may lose (see --max-loss)",
+            "drafting has already used up the extra time that a reply may take (see --max-loss)",
         ),
         (
             replace(START, unaffordable_rounds=9, allowance_steps=0.0),
-            "preparing drafts has already cost as much time as a reply may lose (see --max-loss)",
+            "preparing drafts has already used up the extra time that a reply may take (see --max-loss)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
@@ -84,7 +84,7 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
         (GUESSED, "guessing is being tried, but has not saved time so far"),
         (
             replace(GUESSED, is_drafting=False),
-            "guessing does not save time: each of the last guesses cost 20% of the time for one token",
+            "guessing does not save time: each recent guess cost 20% of the time that one token takes",
         ),
         (
             replace(START, round_gain_steps=-0.2),
@@ -96,7 +96,7 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong guess could cost the time for 3.2 tokens; the limit is 2.4",
+            "a wrong guess could take as long as generating 3.2 tokens; the limit is 2.4",
         ),
     ],
 )
