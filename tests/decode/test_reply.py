@@ -28,8 +28,8 @@ from edgespec import MethodReport
             "0.98x ± 0.01",
         ),
         (
-            MethodReport("auto", "none", "this target is small", "", -0.13, 0.03),
-            "plain decoding (method auto): this target is small; trying drafts made the reply 13% ± 3% slower",
+            MethodReport("auto", "none", "this is small", "", -0.13, 0.03),
+            "plain decoding (method auto): this is small; trying drafts made the reply 13% ± 3% slower",
             "0.87x ± 0.03",
         ),
         (
