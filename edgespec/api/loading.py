@@ -211,7 +211,9 @@ def _with_loaded_copies(planned: LoadPlan, drafters: Collection[str]) -> LoadPla
     streaming = planned.plan.streaming
     if streaming is None or any(method(name).needs == "copy" for name in drafters):
         return planned
-    return replace(planned, plan=replace(planned.plan, streaming=replace(streaming, substitute_bytes=0)))
+    plan = planned.plan
+    items = tuple(item for item in plan.items if item.role != "low-bit copy")
+    return replace(planned, plan=replace(plan, items=items, streaming=replace(streaming, substitute_bytes=0)))
 
 
 def _unsaved_notice() -> str:

@@ -119,8 +119,8 @@ class RequestQueue(Replies["QueuedReply"]):
         with self._changed:
             if self._closed:
                 raise ClosedError(
-                    "the model no longer accepts requests, because its request queue is closed",
-                    "send the request again, or in Python, create a new RequestQueue",
+                    "the request queue is closed, so it accepts no more requests",
+                    "load the model again, or in Python, create a new RequestQueue",
                 )
             if len(self._waiting) + len(self._running) >= self._max_waiting + len(self._threads):
                 raise BusyError(

@@ -398,8 +398,9 @@ class Session:
             ClosedError: The session was closed.
         """
         borrower = object()
-        self.start(borrower)
         try:
+            # Ctrl-C between `start` and `try` would leave the session busy.
+            self.start(borrower)
             with self._compute_lock:
                 self._decoder.idle_drafters = ()
                 self._target_cache.set_aside()

@@ -91,7 +91,7 @@ def _streamed(planned: LoadPlan, path: Path, memory_bytes: int) -> list[int]:
     plan = planned.plan
     if plan.fits_without_streaming:
         raise OptionError(
-            f"{path.name} fits in {format_bytes(memory_bytes)} of memory, so none of it is read from disk",
+            f"{path.name} fits in {format_bytes(memory_bytes)} of memory, so no part needs a low-bit copy",
             "use a smaller --for-memory, or omit it to make a copy of the whole model",
             option="for_memory",
             code="option_without_effect",

@@ -169,6 +169,7 @@ def test_auto_loads_the_model_if_the_copies_cannot_be_loaded(
         assert runtime.plan is not None
         assert runtime.plan.streaming is not None
         assert not runtime.plan.streaming.substitute_bytes
+        assert not [item for item in runtime.plan.items if item.role == "low-bit copy"]
         assert runtime.plan.streaming.text in runtime.target.notice
         assert "cannot share weights" in runtime.target.notice
         assert len(_tokens(runtime, 0.0, "suffix").tokens)
@@ -302,7 +303,7 @@ def test_damaged_copies_are_ignored_unless_the_method_is_named(
 @pytest.mark.parametrize(
     ("memory", "kind", "error", "says"),
     [
-        (1 << 40, "Q4_0", OptionError, "none of it is read from disk"),
+        (1 << 40, "Q4_0", OptionError, "no part needs a low-bit copy"),
         (200 * _MIB, "Q4_0", MemoryBudgetError, "does not fit in 200 MiB"),
         (None, "F32", OptionError, "not a quantisation type"),
         (None, "IQ1_S", CapabilityError, "importance matrix"),

@@ -64,7 +64,8 @@ class LlamaHeadCells(HeadCells):
         return end <= self.context.tokens and import_text(self.context, memoryview(data), start, end)
 
     def capacity(self, context_tokens: int) -> int:  # noqa: ARG002
-        return self.context.tokens
+        # The size of a slot never changes, so check whether its context still exists.
+        return 0 if self.context.is_lost else self.context.tokens
 
     def resized(self, facts: ModelFacts, context_tokens: int) -> ModelFacts:
         """Resize the head's context to match the target's, or keep its size if memory is short."""

@@ -89,7 +89,9 @@ def is_mtp_file(name: str) -> bool:
 def mtp_files(folder: Path) -> list[Path]:
     """Return the files in a model's folder that contain only MTP layers."""
     files = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
-    return sorted(file for file in files if is_mtp_file(file.relative_to(folder).as_posix()))
+    return sorted(
+        file for file in files if is_mtp_file(file.relative_to(folder).as_posix()) and file.is_file()
+    )
 
 
 def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
