@@ -271,7 +271,7 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert "There is no model named nope." in err
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "more models that fit in memory. To see them, run `edgespec models list`." in listed
+    assert "more models that fit in memory. To see them, run edgespec models list." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 

@@ -160,7 +160,7 @@ def test_the_draft_kv_cache_is_quantised_first() -> None:
     assert replies[0] == replies[1]
     (decision,) = last.decisions
     assert decision.what == "a KV cache of type q8_0 for the draft model"
-    assert decision.why == "the model checks its proposals, so replies stay the same"
+    assert decision.why == "the model checks what the draft model proposes, so replies stay the same"
     assert decision.bytes >= 2**18
     assert last.fits
     assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow

@@ -295,7 +295,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
     if row.learn:
         learnt = session.report(row.method).note
         assert "was trained" in learnt
-        assert "uses the original model" not in learnt
+        assert "uses the original draft model" not in learnt
     session.target = session._decoder._target = model
     if row.branches and not can.tree:
         assert not target.branched

@@ -78,7 +78,7 @@ def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None
     (file,) = (tmp_path / "training").glob("conversations-*.npz")
     with np.load(file) as saved:
         tokens = len(saved["tokens"])
-    expected = f"12 conversations with {tokens} tokens are written (5,000 tokens are needed)"
+    expected = f"12 conversations with {tokens} tokens have been written (5,000 tokens are needed)"
     assert announced == ["", expected]
     assert [each for each in fractions if each] == [tokens / 5_000] * 2
 

@@ -91,7 +91,7 @@ NONE = MethodReport("none", "none", "asked for")
         ),
         (OFF, made_up_stats(30), ("off for now", "lost 0.3 tokens' time", "")),
         (replace(OFF, gain=-0.2), made_up_stats(30), ("20% ± 1% slower", "lost 0.3", "")),
-        (NONE, made_up_stats(30), ("one token at a time", "method is set to `none`", "/set method auto")),
+        (NONE, made_up_stats(30), ("one token at a time", "method is set to none", "/set method auto")),
     ],
 )
 def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[str, str, str]) -> None:

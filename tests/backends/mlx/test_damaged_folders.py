@@ -103,7 +103,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str, str]] = {
     "index": (
         _write("model.safetensors.index.json", b"nonsense"),
         "",
-        "valid index",
+        "lists the model's weight files, is damaged",
     ),
     "cut": (
         _weights(lambda data: data[:-1]),

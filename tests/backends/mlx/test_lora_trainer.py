@@ -217,7 +217,7 @@ class TestReplies:
             assert after < before
             assert not trainer.adapted
             said = runtime._session.report("model").note
-            assert "uses the original model" in said
+            assert "uses the original draft model" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
             assert not later.trainer._trainer.adapted, "another run knows that it was worse"
