@@ -53,10 +53,10 @@ class PromptHistory:
                 write_private_file(self._path, *map(_line, prompts))
         return prompts
 
-    def add(self, prompt: str) -> None:
-        """Append a prompt to the file."""
+    def add(self, prompt: str) -> bool:
+        """Append a prompt to the file. Return False if it is too long or cannot be written."""
         if len(prompt) > _MAX_CHARACTERS:
-            return
+            return False
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._path.exists():
@@ -67,6 +67,8 @@ class PromptHistory:
                 os.write(handle, _line(prompt))
             finally:
                 os.close(handle)
+            return True
+        return False
 
 
 def _line(prompt: str) -> bytes:

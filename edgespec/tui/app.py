@@ -97,8 +97,10 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
         finally:
             model_stopped = app.stop_model()
             app.save_turn()
-            app.archive.finish_all_deletions()
-            sys.stderr.write(app.keep_typed())
+            try:
+                app.archive.finish_all_deletions()
+            finally:
+                sys.stderr.write(app.keep_typed())
         if not model_stopped:
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")
@@ -337,7 +339,7 @@ class ChatApp(App[None]):
         self._leaving = False
         await self.pop_screen()
         await chat.use_runtime(switched.runtime)
-        chat.holds_waiting = False
+        chat.holds_waiting = chat.is_leaving
         messages = self._loading.take_messages()
         if switched.failure is not None:
             # The messages were meant for the other model.
@@ -415,13 +417,12 @@ class ChatApp(App[None]):
         in_chat = [] if self.chat is None else self.chat.unsent_texts
         loading = "\n".join((*self._loading.take_messages(), self._loading.take_typed()))
         typed = [text for text in (*in_chat, loading) if text.strip()]
-        if not typed:
-            return ""
-        if not self._remember:
-            return "".join(f"What you typed was not sent: {visible(text.strip())}\n" for text in typed)
-        for text in typed:
-            self._history.add(text.strip())
-        return "What you typed was not sent. Press Up in your next chat to get it back.\n"
+        # Print text that cannot be saved, so that the user can copy it.
+        lost = [text for text in typed if not (self._remember and self._history.add(text.strip()))]
+        notes = [f"What you typed was not sent: {visible(text.strip())}\n" for text in lost]
+        if len(lost) < len(typed):
+            notes.append("What you typed was not sent. Press Up in your next chat to get it back.\n")
+        return "".join(notes)
 
     def save_turn(self) -> None:
         """Save the reply in progress, if any. Can be called from any thread, even after the app has ended."""

@@ -368,11 +368,15 @@ async def _send(screen: TurnScreen, text: str, place: int | None) -> None:
 async def _send_with_files(screen: TurnScreen, text: str, place: int | None, references: list[str]) -> None:
     chat = screen.current_chat
     reading = asyncio.ensure_future(screen.chips.attachments(references))
+    # If the program ends while the files are being read, the message stays in this list.
+    screen.texts_being_read.append(text)
     if not (await asyncio.wait([reading], timeout=_NOTICE_SECONDS))[0]:
         screen.say("Reading the files…")
     try:
         attachments = await reading
+        screen.texts_being_read.remove(text)
     except AttachmentError as error:
+        screen.texts_being_read.remove(text)
         await screen.transcript.note(sentences(f"The message was not sent: {error.what}", error.next_step))
         screen.give_back_message(text, place)
         screen.post_message(screen.Free())

@@ -70,7 +70,9 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
             await note("The last reply is unfinished. Type /continue to finish it.")
         for problem in problems:
             await note(sentences("One setting in this chat was ignored", problem))
-        models = await asyncio.to_thread(own_models, saved, target) if switches else None
+        # If the user has chosen another chat meanwhile, this chat's model is not needed.
+        is_switching = switches and not screen.has_more_to_do
+        models = await asyncio.to_thread(own_models, saved, target) if is_switching else None
         if models is not None:
             screen.load_model(models.target, {"draft": models.draft or "auto"})
         elif (other := saved.target) and other != target:

@@ -152,7 +152,8 @@ async def _change(screen: TurnScreen, change: Change) -> None:
 
 async def _generate(screen: TurnScreen, generate: Generate) -> None:
     if screen.holds_waiting:
-        screen.waiting.add(generate.command)
+        if not screen.is_leaving:
+            screen.waiting.add(generate.command)
         return
     started = generate.start(screen.current_chat)
     if isinstance(started, RunningTurn):

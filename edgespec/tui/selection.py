@@ -61,7 +61,7 @@ async def finish_edit(screen: TurnScreen, place: int, message: Message) -> None:
         return
     changed = Message(role, message.content)
     if role == "tool":
-        changed = replace(chat.tree.messages[place].message, content=message.content)
+        changed = replace(chat.tree.messages[place].message, content=message.content, ended_early="")
     tree = chat.tree.add(ChatEntry(changed), chat.tree.parents[place])
     await _show(screen, tree, len(tree.path) - 1)
 

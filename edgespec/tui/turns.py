@@ -61,6 +61,8 @@ class TurnScreen(ChatView):
         super().__init__(*arguments, **options)
         # What to do once the running reply has stopped, in order.
         self._after_reply: list[Callable[[], Awaitable[None]]] = []
+        # Messages that are sent once their files have been read.
+        self.texts_being_read: list[str] = []
         # The timers that make the deletions of chats final, keyed by chat ID.
         self.deletion_timers: dict[str, Timer] = {}
         self.tool_use = ToolUse(self, save=self.save, after_calls=self._after_calls)
@@ -171,6 +173,16 @@ class TurnScreen(ChatView):
     def idle(self) -> bool:
         return self._job is None and not self.calling_tools
 
+    @property
+    def has_more_to_do(self) -> bool:
+        """Whether more actions wait for the end of the reply."""
+        return bool(self._after_reply)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the program is ending."""
+        return self._leaving
+
     def begin_leaving(self) -> None:
         """Prepare to quit: save stopped replies as unfinished. Can be called from any thread."""
         self._leaving = self.holds_waiting = True
@@ -216,11 +228,13 @@ class TurnScreen(ChatView):
         """Save and show the user's message, and start the reply.
 
         If another model is about to be loaded, or the program is ending, put the message back into the input
-        instead.
+        instead. If the user has typed something there meanwhile, the message waits.
         """
         transcript, chat = self.transcript, self.current_chat
         if self.holds_waiting:
-            self._give_back_text(turn)
+            # No chat contains this message yet.
+            if not self._give_back_text(turn) and turn.sent and turn.edited is None:
+                self.waiting.add(turn.sent)
             return
         try:
             self.archive.check_size(chat, turn)
@@ -323,7 +337,8 @@ class TurnScreen(ChatView):
         if entry is None:
             # No new text was generated, so show the previous conversation again.
             await reply.finish(reply.text, reply.reasoning, None)
-            self._give_back_text(turn)
+            if not self._leaving:  # Otherwise, the message stays in the saved chat.
+                self._give_back_text(turn)
             await transcript.show_chat(chat, welcome=self._welcome())
             if (turn.edited is not None or not turn.sent) and not self._leaving:
                 await self.save()
@@ -374,13 +389,16 @@ class TurnScreen(ChatView):
             self.post_message(self.Free())
         self.refresh_facts()
 
-    def _give_back_text(self, turn: RunningTurn) -> None:
+    def _give_back_text(self, turn: RunningTurn) -> bool:
         """Put a message that got no reply back into the input, so that the user can resend it.
 
-        When the program ends, the message stays in the saved chat instead.
+        Returns:
+            Whether the message is in the input. If not, there was none, or the user has typed something else.
         """
-        if turn.sent and not self._leaving and self.give_back_message(turn.sent, turn.edited):
+        is_back = bool(turn.sent) and self.give_back_message(turn.sent, turn.edited)
+        if is_back:
             self._unsent = ""
+        return is_back
 
     def give_back(self, text: str, editing: int | None = None) -> bool:
         """Put rejected text back into the input box, unless the user has typed something meanwhile.
@@ -408,8 +426,12 @@ class TurnScreen(ChatView):
     @property
     def unsent_texts(self) -> list[str]:
         """The messages that wait, the text in the input, and the draft that an edit has replaced there."""
-        draft = [] if self.editing is None else [self._unsent]
-        return [*self.waiting.texts, *draft, self.prompt.whole_text]
+        draft, text = [], self.prompt.whole_text
+        if self.editing is not None:
+            draft = [self._unsent]
+            if text == self.current_chat.tree.messages[self.editing].content:
+                text = ""  # The user has not changed the message.
+        return [*self.texts_being_read, *self.waiting.texts, *draft, text]
 
     def leave_edit(self) -> None:
         """Stop editing a message and restore the previous input text."""

@@ -235,13 +235,15 @@ async def test_a_model_that_was_installed_after_its_download_failed_is_listed_on
 ) -> None:
     reference = f"{REPOSITORY}:Q4_K_M"
     async with driving(loading(ScriptedRuntime()), tmp_path, size=(100, 40)) as d:
-        failed = Download(reference, error=RuntimeError())
+        failed = Download(reference, draft="demo-draft", error=RuntimeError())
         failed.ended.set()
         d.chat.downloads._downloads[reference] = failed
         edgespec.download_model(REFERENCE)
         screen = await open_list(d)
         options = screen.query_one(OptionList).options
         assert [option.id for option in options].count(reference) == 1
+        # It can be used, even though its download, such as that of its draft model, has failed.
+        assert screen._shown[reference].is_installed
 
 
 async def test_without_a_network_the_list_says_so_in_one_line(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendError, CancelledError
 from edgespec.store.download import Progress
 from edgespec.tui.app import LoadingScreen
+from edgespec.tui.saved_chats import open_chat
 from edgespec.tui.worker import Load
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tui.driving import driving, until
@@ -186,6 +187,27 @@ async def test_continue_waits_for_the_model_of_the_chat(tmp_path: Path) -> None:
         assert d.chat.models == models
 
 
+async def test_the_chat_chosen_last_keeps_its_model(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    for name in ("demo-draft", "demo"):
+        models = ModelReferences(name, "none")
+        store.save(SavedChat(name, messages, NOON, NOON, target=name, title=name, models=models))
+    stored = {chat.id: chat for chat in store.list()}
+    old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    new = ScriptedRuntime(target=facts("demo-draft"))
+    async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
+        await d.send("a question")
+        await until(d.pilot, lambda: d.chat.writing, "the reply")
+        await open_chat(d.chat, stored["demo-draft"])
+        await open_chat(d.chat, stored["demo"])
+        await until(d.pilot, lambda: d.chat.current_chat.id == "demo", "the second chat")
+        await d.settled()
+        assert not d.chat.holds_waiting
+        assert d.chat.runtime.target.name == old.target.name
+    assert store.load("demo").models == ModelReferences("demo", "none")
+
+
 async def test_what_is_sent_before_the_loading_screen_waits_for_the_model(tmp_path: Path) -> None:
     old, new = ScriptedRuntime(), ScriptedRuntime(target=facts("other"))
     async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
@@ -272,7 +294,7 @@ async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> 
     settings: dict[str, Setting] = {"method": "lowbit", "seed": 1}
     async with driving(loading(old), tmp_path, settings=settings, load_other=lambda _: loading(new)) as d:
         await d.send("/model demo-mlx")
-        await d.said("The setting `method` was removed.")
+        await d.said("The setting method was removed.")
         assert d.chat.current_chat.settings == {"seed": 1}
         await d.press("ctrl+n")
         assert d.chat.current_chat.settings == {"seed": 1}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +17,7 @@ from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui.app import ChatApp, run_chat
+from edgespec.tui.attachments import Attachment
 from edgespec.tui.widgets.messages import Panel
 from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
@@ -124,6 +126,62 @@ def test_text_that_was_not_sent_is_in_the_history_of_the_next_chat(
     prompts = PromptHistory(tmp_path).read()
     assert "half a thought" in prompts
     assert ("first, edited" in prompts) == (how == "an edit")
+
+
+def test_text_that_is_too_long_for_the_history_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "word " * 2500
+
+    async def use(d: Driver) -> None:
+        d.chat.prompt.replace_text(text)
+        await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, ScriptedRuntime())
+    assert not PromptHistory(tmp_path).read()
+    assert text.strip() in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["reading", "read"])
+def test_a_message_whose_files_are_being_read_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    monkeypatch.chdir(tmp_path)
+    text = "see @notes.txt " + "word " * 2500
+    runtime = ScriptedRuntime()
+
+    async def use(d: Driver) -> None:
+        gate, read = asyncio.Event(), d.chat.chips.attachments
+
+        async def slowly(references: Sequence[str]) -> Sequence[Attachment]:
+            await gate.wait()
+            return await read(references)
+
+        monkeypatch.setattr(d.chat.chips, "attachments", slowly)
+        await d.send(text)
+        if when == "read":
+            d.chat.begin_leaving()
+            gate.set()
+            await until(d.pilot, lambda: not d.chat.texts_being_read, "the files")
+        await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, runtime)
+    assert not runtime.asked
+    assert text.strip() in capsys.readouterr().err
+
+
+def test_an_unchanged_message_that_is_being_edited_is_not_unsent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def use(d: Driver) -> None:
+        await d.say("first")
+        await d.press("ctrl+p")
+        assert d.chat.prompt.text == "first"
+        await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, ScriptedRuntime())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_message_without_a_reply_is_in_the_chat_when_one_quits(

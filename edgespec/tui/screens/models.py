@@ -178,10 +178,12 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
                 if model.is_installed == is_installed and is_match(query, f"{model.reference} {model.family}")
             ]
 
+        installed = {model.reference for model in self._models or () if model.is_installed}
         downloads = [
             each.model or _unknown_model(each.reference)
             for each in self._downloads.unfinished
-            if is_match(query, each.reference)
+            # A model that is on this machine can be used even if the download of its draft model has failed.
+            if is_match(query, each.reference) and not (each.ended.is_set() and each.reference in installed)
         ]
         downloading = {model.reference for model in downloads}
         listed = {name for model in self._models or () for name in (model.reference, model.path) if name}
@@ -190,7 +192,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             ("Downloads", downloads, ""),
             (
                 "On this machine",
-                # A model whose projector is still missing is on this machine and among the downloads.
+                # A model whose draft model is still being downloaded is on this machine too.
                 [each for each in matching(True) if each.reference not in downloading],
                 "" if self._models is not None else "Looking for models…",
             ),

@@ -287,17 +287,20 @@ class History:
         self._sent: list[str] = saved.read() if saved is not None else []
         self._place = len(self._sent)
         self._unsent = ""
+        self._is_newest_saved = bool(self._sent)
 
-    def add(self, text: str) -> None:
-        """Append a sent message and save it."""
+    def add(self, text: str) -> bool:
+        """Append a message and save it. Return whether it is saved."""
         if self._append(text) and self._saved is not None:
-            self._saved.add(text)
+            self._is_newest_saved = self._saved.add(text)
+        return self._is_newest_saved
 
     def _append(self, text: str) -> bool:
         new = bool(text.strip()) and self._sent[-1:] != [text]
         if new:
             self._sent.append(text)
             del self._sent[:-_MAX_SENT_MESSAGES]
+            self._is_newest_saved = False
         self._place = len(self._sent)
         self._unsent = ""
         return new
