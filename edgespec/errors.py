@@ -195,7 +195,7 @@ class TemplateError(EdgespecError):
     """Raised when a model has no usable chat template. Choose another model, or use raw prompts.
 
     Attributes:
-        reason: The template's own error message, if it rejects the messages. Empty otherwise.
+        reason: The template's own error message, or why it cannot be rendered. Empty if unknown.
     """
 
     code = "template_invalid"

@@ -331,6 +331,7 @@ def _failure(reason: str) -> TemplateError:
     return TemplateError(
         f"the model's chat template cannot be used: {reason}",
         "use `edgespec generate --raw` or another model",
+        reason=reason,
     )
 
 

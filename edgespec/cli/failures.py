@@ -38,7 +38,7 @@ def exit_status(error: Exception) -> int:
 
 
 def usage_error(what: str, next_step: str, ctx: click.Context) -> click.UsageError:
-    """Return a usage error from whose cause `error_json` reads the two parts of the message."""
+    """Return a usage error. `error_json` reads both parts of its message from its cause."""
     cause = OptionError(what, next_step)
     error = click.UsageError(str(cause), ctx)
     error.__cause__ = cause

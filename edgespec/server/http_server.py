@@ -270,7 +270,7 @@ class _TimedProtocol(H11Protocol):
         self._stall_check = self.loop.call_later(_STALL_SECONDS, self._check_stall, left_bytes)
 
     def _check_stall(self, previous_bytes: int) -> None:
-        """Drop the connection if nothing was sent since the last check. Nothing was added in the meantime."""
+        """Drop the connection if its buffer has not become smaller since the last check."""
         if self.transport.get_write_buffer_size() >= previous_bytes:
             self.transport.abort()
         else:

@@ -259,17 +259,21 @@ class ModelPool:
                     self._in_background(self._close_lost(entry))
                 raise
 
-    async def find(self, name: str | None) -> FoundModel:
+    async def find(self, name: str | None, *, prepare: bool = True) -> FoundModel:
         """Return the model to load for a request that names it, or the server's own model if `name` is None.
 
         The server's own model is downloaded if it is missing and has not been loaded yet.
+
+        Args:
+            name: The model's name.
+            prepare: Whether to make the default copy of a packaged model. Only needed to load the model.
 
         Raises:
             CancelledError: The server was stopped during the download.
             ModelNotFoundError: There is no such model on this machine. The message lists the models.
         """
         download = not self._has_loaded_own
-        return await asyncio.to_thread(self._find, name, prepare=True, download=download)
+        return await asyncio.to_thread(self._find, name, prepare=prepare, download=download)
 
     def find_shared(self, wanted: Identity) -> FoundModel | None:
         """Return the model that a chat on this machine can share, or None. Can be called from any thread.

@@ -31,7 +31,7 @@ _MAX_SAVING_SHARE = 0.1
 
 
 def _saved_bytes(text: str) -> int:
-    """Return the size of `text` in a chat file. Other letters than ASCII and escaped ones take more bytes."""
+    """Return the size of `text` in a chat file. Non-ASCII and escaped characters take more."""
     return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
 
 

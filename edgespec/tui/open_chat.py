@@ -119,7 +119,7 @@ class OpenChat:
         saved_at: Timestamp of the file that this program last wrote or read, or None if the chat is unsaved.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
         pinned: Whether the chat stays at the top of the list of chats.
-        models: References to the models used for the last reply.
+        models: References to the models used for the last reply, or chosen since.
         turn: The message being answered and its reply so far. None if no reply is being generated.
         deletion_times: When the messages in `tree.deleted` were deleted, from `time.monotonic`.
     """

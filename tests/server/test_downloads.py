@@ -78,7 +78,9 @@ def test_a_packaged_model_is_loaded_once(
         # Listing and describing models makes no copy of them.
         before = await pool.describe("smollm2")
         await pool.known()
+        await pool.find("smollm2", prepare=False)
         assert (await pool.describe("smollm2")).info == before.info
+        assert not any((tmp_path / "edgespec").rglob("*.gguf"))
         await asyncio.gather(use(pool, "smollm2"), use(pool, "smollm2"))
         await use(pool, "smollm2")
         assert names(pool) == ["smollm2"]

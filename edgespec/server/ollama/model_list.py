@@ -141,7 +141,7 @@ async def pull_model(call: Call[PullRequest]) -> Response:
         ApiError: There is no such model. The server does not download models.
     """
     name = call.body.model or call.body.name
-    found = await call.service.models.find(name)
+    found = await call.service.models.find(name, prepare=False)
     if name and found.name != name:
         raise ApiError(
             404,

@@ -152,7 +152,7 @@ async def load_model(call: Call[Any], formatted: Formatter) -> Response:
     """
     fields: OllamaFields = call.body
     models = call.service.models
-    found = await models.find(fields.model)
+    found = await models.find(fields.model, prepare=not fields.unloads)
     if fields.unloads:
         await models.unload(fields.model)
         reason = "unload"
