@@ -138,7 +138,7 @@ class TestCopies:
 
         monkeypatch.setattr(GgufMemoryEstimator, "estimate", recorded)
         _planned(1 << 40, draft=None, options=replace(_OPTIONS, adapters=(adapter,)))
-        assert adapters == {"demo": (adapter,), "demo at low bits": ()}
+        assert adapters == {"demo": (adapter,), "demo (low-bit copy)": ()}
 
 
 @pytest.mark.long
