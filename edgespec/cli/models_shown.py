@@ -82,7 +82,7 @@ class Shown:
 
     @property
     def is_too_small(self) -> bool:
-        """Whether the model is too small for a speed-up to be predicted from its size."""
+        """Whether the model is smaller than the smallest whose speed-up edgespec can predict."""
         from edgespec.store.constants import MIN_ESTIMABLE_BYTES
 
         size_bytes = self.info.pass_bytes if self.info else 0

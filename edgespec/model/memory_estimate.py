@@ -103,7 +103,7 @@ class MachineShare:
 
     @property
     def layers_text(self) -> str:
-        """User-facing layer count, such as `12` or `1/2 of 12`."""
+        """User-facing layer count: `12`, or `1/2 of 12` if two workers share each of 12 layers."""
         return str(self.layers) if self.parts == 1 else f"1/{self.parts} of {self.layers}"
 
     @property

@@ -443,7 +443,10 @@ class TextFile(Kind):
     metavar = "FILE"
 
     def parse(self, text: str) -> Any:
-        """Return the text of a file. Raises OptionError if it cannot be read or is too large."""
+        """Return the text of the file at path `text`.
+
+        Raises OptionError if it cannot be read or is too large.
+        """
         try:
             # The file may be a pipe, whose size is unknown until it has been read.
             with Path(text).expanduser().open("rb") as file:

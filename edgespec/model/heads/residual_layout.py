@@ -25,7 +25,7 @@ __all__ = [
     "residual_head_method",
 ]
 
-# File name extensions of weights, in order of preference.
+# File name extensions of weight files, in order of preference.
 _SUFFIXES = (".safetensors", ".pt", ".bin")
 # Name prefix of the residual blocks of Hydra heads.
 _HYDRA_BLOCKS = "hydra_mlp."
