@@ -301,16 +301,12 @@ def read_prompt(
         The logits after the last token, or None if it still has to be verified. See
         `LanguageModel.prefill_prompt`.
     """
-    capabilities = target.facts.capabilities
-    if capabilities.prefix_reuse_exact:
+    if target.facts.capabilities.prefix_reuse_exact:
         return target.prefill_prompt(tokens[target.length :], progress)
-    # Run the last block in a pass of its own, because its tokens are rounded differently in a wider pass. How
-    # many tokens it has depends only on the prompt.
-    begin, last = target.length, len(tokens) - 1
-    start = max(begin, last - (last - end_of_images(tokens[:last])) % capabilities.reuse_block_tokens)
-    done = (start - begin) / (len(tokens) - begin)
-    _prefill(target, tokens[:start], progress and scaled_progress(progress, 0.0, done))
-    return target.prefill_prompt(tokens[start:], progress and scaled_progress(progress, done, 1.0 - done))
+    # Run the last token in its own pass, because its logits are rounded differently in a pass over several
+    # tokens.
+    _prefill(target, tokens[:-1], progress)
+    return None
 
 
 def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | None) -> None:
