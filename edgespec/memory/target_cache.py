@@ -304,7 +304,8 @@ def read_prompt(
     if target.facts.capabilities.prefix_reuse_exact:
         return target.prefill_prompt(tokens[target.length :], progress)
     # Run the last token in its own pass, because its logits are rounded differently in a pass over several
-    # tokens.
+    # tokens. Some heads and prepared models cannot get them from such a pass, but a reply must not depend on
+    # which of these are loaded.
     _prefill(target, tokens[:-1], progress)
     return None
 
