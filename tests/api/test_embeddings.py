@@ -142,7 +142,7 @@ def test_fewer_dimensions(small: Runtime) -> None:
     short = whole.shortened(16)
     np.testing.assert_allclose(np.linalg.norm(short.vector), 1.0, rtol=1e-6)
     np.testing.assert_allclose(short.vector @ whole.vector[:16], np.linalg.norm(whole.vector[:16]), rtol=1e-6)
-    with raises(OptionError, "vectors"):
+    with raises(OptionError, "dimensions"):
         whole.shortened(len(whole.vector) + 1)
 
 

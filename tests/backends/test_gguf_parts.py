@@ -100,10 +100,12 @@ def test_two_models_in_one_folder_keep_their_own_parts(tmp_path: Path) -> None:
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     first, second, third = write_parts(tmp_path)
     third.unlink()
-    with raises(ModelFileError, "1 of", "3 parts", "d-00003-of-00003.gguf", code="model_file_incomplete"):
+    with raises(
+        ModelFileError, "part 1 of 3", "d-00003-of-00003.gguf is missing", code="model_file_incomplete"
+    ):
         gguf_files(first)
     second.unlink()
-    with raises(ModelFileError, "2 of", "3 parts", "part 2", code="model_file_incomplete"):
+    with raises(ModelFileError, "part 1 of 3", "2 parts", code="model_file_incomplete"):
         gguf_files(first.rename(tmp_path / "mine.gguf"))
 
 

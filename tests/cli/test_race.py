@@ -42,7 +42,7 @@ def test_in_a_pipe_it_prints_the_result(run: Run, tmp_path: Path) -> None:
         (["--to", "race.cast"], "'race.cast'", "option_invalid"),
         (["--remember"], "--remember", "option_conflict"),
         (["--method", "none"], "none", "option_invalid"),
-        (["--acceptance", "rejection"], "'rejection'", "option_conflict"),
+        (["--acceptance", "rejection"], "`rejection`", "option_conflict"),
         (["--sped"], "--sped", "option_unknown"),
     ],
 )

@@ -318,7 +318,7 @@ class TestRefused:
     def test_a_vocabulary_without_an_end(self) -> None:
         vocabulary = ByteVocabulary()
         vocabulary.is_end = lambda _: False  # type: ignore[method-assign, assignment]
-        with raises(CapabilityError, "end of a reply"):
+        with raises(CapabilityError, "ends a reply"):
             ConstraintCompiler(vocabulary, vocabulary.size).check(CONSTRAINTS[1])
 
     @pytest.mark.long

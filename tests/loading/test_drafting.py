@@ -217,7 +217,7 @@ class TestMlx:
     def test_learn_rejects_a_recurrent_draft(self, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with raises(OptionError, "a recurrent", code="option_not_supported", option="learn"):
+        with raises(OptionError, "architecture", code="option_not_supported", option="learn"):
             edgespec.load(model, model, **QUICKLY, learn=True)
 
     @pytest.mark.long

@@ -36,7 +36,7 @@ async def test_a_chat_is_exported_and_imported_again(tmp_path: Path, monkeypatch
         await d.said("chat.json already exists")
         d.chat.prompt.clear()
         await d.say("/export chat.pdf")
-        await d.said("the format of 'chat.pdf'")
+        await d.said("from the name 'chat.pdf'")
         d.chat.prompt.clear()
         await d.say("/import chat.json")
         await d.said("Imported 1 chat from chat.json.")

@@ -53,7 +53,7 @@ def test_a_new_reply_reports_that_it_measures() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(0)
     assert account.drafters == ()
     assert account.speed_up is None
-    assert account.reason == "measuring the speed without drafting first"
+    assert account.reason == "first measuring the speed without drafting"
 
 
 def test_successful_drafters_are_reported() -> None:

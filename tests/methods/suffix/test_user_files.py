@@ -100,7 +100,7 @@ def test_other_files_are_skipped_and_counted(folder: Path, read: Read) -> None:
 def test_max_tokens(folder: Path, read: Read) -> None:
     corpus = read(folder, max_tokens=4)
     assert words(corpus) == ["bbb", "a"]
-    assert corpus.notice.endswith("2 files, 4 tokens; skipped: 1 after 4 tokens")
+    assert corpus.notice.endswith("2 files, 4 tokens; skipped: 1 beyond the limit of 4 tokens")
 
 
 def test_only_changed_files_are_tokenized_again(folder: Path, read: Read) -> None:

@@ -35,7 +35,7 @@ class TestModelFiles:
         assert found.mapping == "translated"
         assert found.shared_fraction == pytest.approx(266 / 267)
         assert found.explanation.endswith(
-            "has 266 of mine's 267 tokens, under different IDs, and can draft only those"
+            "has 266 of the 267 tokens in mine's vocabulary, under different IDs, and can draft only those"
         )
         assert found.translation is not None
         said = [other.vocabulary.raw_piece(i) for i in found.translation.translate(261, first=False)]
@@ -76,7 +76,7 @@ class TestPieces:
         found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
         assert found.mapping == "translated"
         assert found.explanation == (
-            "two has 5 of one's 7 tokens, under different IDs, and can draft only those."
+            "two has 5 of the 7 tokens in one's vocabulary, under different IDs, and can draft only those."
             " Fewer of its tokens will be accepted than with a draft model from the same family"
         )
 
