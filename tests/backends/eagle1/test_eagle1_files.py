@@ -42,10 +42,10 @@ from tests.raising import raises
         ({"changes": {"fc.weight": np.zeros((SIZE, SIZE), np.float32)}}, ModelFileError, "has shape"),
         ({"changes": {"fc.weight": np.zeros((SIZE, 2 * SIZE), np.int64)}}, ModelFileError, "type I64"),
         ({"changes": {"more": np.zeros(3, np.float32)}}, ModelFileError, "tensor more "),
-        ({"changes": {"fc.bias": np.full(SIZE, np.nan, np.float32)}}, ModelFileError, "not finite|infinite or NaN"),
-        ({"changes": {"fc.bias": np.full(SIZE, 3e38, np.float32)}}, ModelFileError, "not finite|infinite or NaN"),
+        ({"changes": {"fc.bias": np.full(SIZE, np.nan, np.float32)}}, ModelFileError, "not finite|NaN"),
+        ({"changes": {"fc.bias": np.full(SIZE, 3e38, np.float32)}}, ModelFileError, "not finite|NaN"),
         ({"changes": {"embed_tokens.weight": np.full((VOCAB, SIZE), np.inf, np.float32)}}, ModelFileError,
-         "not finite|infinite or NaN"),
+         "not finite|NaN"),
     ],
 )  # fmt: skip
 def test_damaged_heads_and_heads_for_other_targets_are_refused(

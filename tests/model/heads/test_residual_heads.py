@@ -164,7 +164,7 @@ def test_weights_that_are_not_finite_are_refused(layout: Layout, value: float, t
         arrays = arrays_of(layout) | {name: array.copy()}
         arrays[name].flat[-1] = value
         heads = read_residual_heads(write_heads(tmp_path / "head", layout, arrays))
-        with raises(ModelFileError, "not finite"):
+        with raises(ModelFileError, "infinite or NaN"):
             load(heads)
 
 
