@@ -181,7 +181,7 @@ def test_trust_skips_the_trial(children: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_refused_files_are_not_recorded(tmp_path: Path) -> None:
-    with raises(ModelFileError, "is 0"):
+    with raises(ModelFileError, "not 0"):
         load(altered(tmp_path, "block_count", 0))
     assert not results()
 
