@@ -221,7 +221,7 @@ def test_the_command_line_prints_one_error_and_the_text_so_far(
     assert process.returncode == 1
     assert (first + rest).strip()
     assert errors.decode().count("error: ") == 1
-    assert f"the worker 127.0.0.1:{port} ended" in errors.decode()
+    assert f"the worker 127.0.0.1:{port} exited" in errors.decode()
 
 
 @pytest.mark.long
