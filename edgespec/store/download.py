@@ -173,7 +173,7 @@ def list_repository(repository: str) -> tuple[str, list[HubFile]]:
 
 def _stays_inside(name: str) -> bool:
     """Return whether a relative path from the hub stays in the folder that it is joined to, on any system."""
-    path = PureWindowsPath(name)  # Windows paths can also be separated by slashes.
+    path = PureWindowsPath(name)  # This class treats both slashes and backslashes as separators.
     return not path.anchor and ".." not in path.parts
 
 

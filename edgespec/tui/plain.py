@@ -26,7 +26,7 @@ from edgespec.tui.numbers import count, rate, seconds_text
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.preferences import Preferences, preferences_path
-from edgespec.tui.settings import accepted
+from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import error_text, not_found_text, sentences, speed_up_short, takeover_note
 from edgespec.tui.tool_access import (
     INTERRUPTED,
@@ -173,17 +173,9 @@ class PlainChat:
         """Continue the chat with another model. Remove settings that the model does not support."""
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
         self.stats, self.method = None, runtime.method
-        problem = ""
         # New chats begin with `first_settings`.
-        for settings in (self.first_settings, self.current_chat.settings):
-            try:
-                if "method" in settings:
-                    runtime.method_for(str(settings["method"]))
-            except OptionError as error:
-                problem = sentences("The setting method was removed", error.what)
-                del settings["method"]
-        if problem:
-            self.console.note(problem)
+        if why := remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings):
+            self.console.note(sentences("The setting method was removed", why))
         self.save()
 
     def use_reloaded_model(self) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "load_setting_text",
     "parse",
     "read_schema",
+    "remove_unsupported_method",
     "setting_named",
     "shown",
     "with_load_setting",
@@ -108,6 +109,19 @@ def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> None:
         runtime.method_for(str(settings["method"]))
     if SCHEMA in settings:
         runtime.check_options(schema=str(settings[SCHEMA]))
+
+
+def remove_unsupported_method(runtime: ChatModel, *chat_settings: dict[str, Setting]) -> str:
+    """Remove the setting `method` where the model does not support its value. Return why, or ""."""
+    why = ""
+    for settings in chat_settings:
+        try:
+            if "method" in settings:
+                runtime.method_for(str(settings["method"]))
+        except OptionError as error:
+            why = error.what
+            del settings["method"]
+    return why
 
 
 def load_setting_named(name: str) -> str | None:

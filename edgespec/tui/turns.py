@@ -16,6 +16,7 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.archive import REFUSALS
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
+from edgespec.tui.settings import remove_unsupported_method
 from edgespec.tui.texts import notices, sentences, takeover_note, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
 from edgespec.tui.widgets.details import SpeedHistory
@@ -88,18 +89,11 @@ class TurnScreen(ChatView):
         self.runtime = runtime
         self._notices = notices(runtime)
         self.chips.use_runtime(runtime)
-        problem = ""
         # New chats begin with `first_settings`.
-        for settings in (self.first_settings, self.current_chat.settings):
-            try:
-                if "method" in settings:
-                    runtime.method_for(str(settings["method"]))
-            except OptionError as error:
-                problem = sentences("The setting method was removed", error.what)
-                del settings["method"]
+        why_removed = remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings)
         await self._show_current_chat()
-        if problem:
-            await self.transcript.note(problem)
+        if why_removed:
+            await self.transcript.note(sentences("The setting method was removed", why_removed))
         await self.save()
 
     def load_model(self, reference: str, changed: Mapping[str, Any] | None = None) -> None:
