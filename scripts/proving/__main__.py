@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 
 from scripts.proving.configurations import CONFIGURATIONS, REAL_MODELS
+from scripts.proving.prompts import Range
 from scripts.proving.shards import Shards
 from scripts.proving.table import is_proved, summary, table
 
@@ -57,6 +58,13 @@ def main() -> int:
         metavar="N",
         help="round of blocks to start with, to compare other prompts than an earlier run (default: 0)",
     )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_range,
+        metavar="LOW-HIGH",
+        help="use one prompt per block, with a length in this range, such as 1500-3000 (default: up to six"
+        " prompts of all lengths; give each range its own --results)",
+    )
     parser.add_argument("--retry", action="store_true", help="rerun the blocks that went wrong")
     parser.add_argument(
         "--threads",
@@ -80,7 +88,7 @@ def main() -> int:
     if not chosen:
         names = ", ".join(dict.fromkeys(f"{each.backend}, {each.model}" for each in CONFIGURATIONS))
         parser.error(f"--only {args.only} is in no model's name; choose from {names}")
-    shards = Shards(results / "shards.jsonl", chosen, _report, args.threads or None)
+    shards = Shards(results / "shards.jsonl", chosen, _report, args.threads or None, args.prompt_tokens)
     if args.retry:
         shards.drop_wrong()
     if shards.tokens < args.tokens:
@@ -96,6 +104,13 @@ def main() -> int:
         before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
         PAGE.write_text(before + BEGIN + "\n" + found + "\n" + END + rest.partition(END)[2], "utf-8")
     return 0 if is_proved(shards.lines) else 1
+
+
+def _range(text: str) -> Range:
+    low, high = map(int, text.split("-"))
+    if not 2 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text} is not a range of two numbers from 2 up")
+    return low, high
 
 
 def _report(line: str) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from edgespec.chat.message import Message
 from edgespec.losslessness import Prompt
 
-__all__ = ["KINDS", "Vocabulary", "draw_prompts"]
+__all__ = ["KINDS", "Range", "Vocabulary", "draw_prompts"]
+
+Range: TypeAlias = tuple[int, int]
 
 KINDS = ("question", "code", "story", "list", "language", "copy")
 # Ranges of prompt lengths in tokens. Lengths are drawn from them in turn, uniformly on a logarithmic scale.
@@ -40,7 +42,9 @@ class Vocabulary(Protocol):
     def piece(self, token: int) -> bytes: ...
 
 
-def draw_prompts(seed: str, count: int, vocabulary: Vocabulary, max_tokens: int) -> list[Prompt]:
+def draw_prompts(
+    seed: str, count: int, vocabulary: Vocabulary, max_tokens: int, lengths: Sequence[Range] = _LENGTHS
+) -> list[Prompt]:
     """Return prompts of different kinds, the shortest first.
 
     Long prompts are made from this repository's documents and programs, and from the sentences in
@@ -51,13 +55,14 @@ def draw_prompts(seed: str, count: int, vocabulary: Vocabulary, max_tokens: int)
         count: Number of prompts, up to the number of kinds.
         vocabulary: Cuts the texts to their lengths.
         max_tokens: Maximum length of a prompt in tokens.
+        lengths: Ranges of prompt lengths in tokens. A long prompt is added only to the default ranges.
     """
     rng = Random(seed)
     prompts = []
-    lengths = [_LENGTHS[number % len(_LENGTHS)] for number in range(count)]
-    if rng.random() < _LONG_SHARE:
-        lengths[-1] = _LONG
-    for kind, (low, high) in zip(rng.sample(KINDS, count), lengths, strict=True):
+    ranges = [lengths[number % len(lengths)] for number in range(count)]
+    if rng.random() < _LONG_SHARE and lengths is _LENGTHS:
+        ranges[-1] = _LONG
+    for kind, (low, high) in zip(rng.sample(KINDS, count), ranges, strict=True):
         wanted = round(math.exp(rng.uniform(math.log(low), math.log(high))))
         tokens = min(wanted, max_tokens)
         messages: list[Message] = []

@@ -17,7 +17,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts, verify
 from scripts.proving.configurations import CONFIGURATIONS, Configuration
-from scripts.proving.prompts import draw_prompts
+from scripts.proving.prompts import Range, draw_prompts
 
 __all__ = ["TEMPERATURES", "Block", "Line", "Shards", "is_wrong", "read_lines"]
 
@@ -77,6 +77,7 @@ class Shards:
         configurations: The models and methods to compare.
         report: Called with one line after each block.
         threads: Number of CPU threads for GGUF models. None lets edgespec choose.
+        lengths: Range of prompt lengths in tokens, with one prompt per block. None draws all lengths.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class Shards:
         configurations: Sequence[Configuration] = CONFIGURATIONS,
         report: Callable[[str], None] = print,
         threads: int | None = 1,
+        lengths: Range | None = None,
     ) -> None:
         self._path, self._configurations, self._report = path, configurations, report
         self._threads = threads
+        self._lengths = lengths
         self._prepared: set[str] = set()
         self.lines = list(read_lines(path))
 
@@ -137,7 +140,7 @@ class Shards:
             configuration.run_prepare(self._report)
             self._prepared.add(configuration.name)
         wrong = False
-        for line in _compare(configuration, block, methods, self._threads):
+        for line in _compare(configuration, block, methods, self._threads, self._lengths):
             self._append(line)
             wrong |= is_wrong(line)
             for each in line["divergences"]:
@@ -165,7 +168,11 @@ def describe(line: Line, divergence: dict[str, Any]) -> str:
 
 
 def _compare(
-    configuration: Configuration, block: Block, methods: Sequence[str], threads: int | None
+    configuration: Configuration,
+    block: Block,
+    methods: Sequence[str],
+    threads: int | None,
+    lengths: Range | None,
 ) -> Iterator[Line]:
     """Yield one shard per method. All are compared with the same plain replies, except for `grammar`."""
     options: dict[str, Any] = {"methods": configuration.methods, "draft_branches": block.branches}
@@ -177,7 +184,10 @@ def _compare(
         limit = min(configuration.max_prompt_tokens, runtime.context_tokens - _MAX_TOKENS - _FREE_TOKENS)
         seed = f"{configuration.name} {block.number}"
         if free:
-            prompts = draw_prompts(seed, configuration.prompts, runtime.vocabulary, limit)
+            if lengths is None:
+                prompts = draw_prompts(seed, configuration.prompts, runtime.vocabulary, limit)
+            else:
+                prompts = draw_prompts(seed, 1, runtime.vocabulary, limit, (lengths,))
             yield from _verified(runtime, configuration, block, free, prompts)
         if len(free) < len(methods):
             prompts = Random(seed).sample(read_prompts(_SCHEMAS), configuration.prompts)

@@ -106,6 +106,14 @@ def test_a_wrong_reply_ends_the_run_and_is_reported(
     assert (found.lines, (tmp_path / "shards.jsonl").read_text()) == ([], "")
 
 
+def test_prompts_can_have_a_chosen_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_verify(monkeypatch, "rounding", exact=False)
+    found = Shards(tmp_path / "shards.jsonl", [SMALL], lambda _: None, lengths=(30, 40))
+    found.run(1)
+    (tokens,) = (int(name.split("-")[1]) for name in found.lines[0]["prompt_tokens"])
+    assert 30 <= tokens <= 40
+
+
 def test_rounding_without_a_promise_is_counted_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_verify(monkeypatch, "rounding", exact=False)
     found = run(tmp_path / "shards.jsonl", 100)
