@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from edgespec.bench.figures import geometric_mean, interval, worst
 from scripts.peers.configurations import Configuration
@@ -60,6 +61,14 @@ class MeasuredReply:
         """Return all fields for the JSON output."""
         fields = {name: value for name, value in asdict(self).items() if name != "configuration"}
         return {"program": self.configuration.program, "configuration": self.configuration.name, **fields}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> MeasuredReply:
+        """Read back what `to_json` returned."""
+        others = {**fields}
+        configuration = Configuration(others.pop("program"), others.pop("configuration"))
+        run = others.pop("run")
+        return cls(configuration=configuration, run=Run(**run | {"tokens": tuple(run["tokens"])}), **others)
 
 
 def decode_speed(run: Run) -> float | None:

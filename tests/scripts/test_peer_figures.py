@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -19,6 +20,7 @@ from scripts.peers.figures import (
 )
 from scripts.peers.replies import Run
 from scripts.peers.report import report
+from scripts.peers.tables import comparison_table
 
 EDGESPEC, SERVER, SERVER_WITH_DRAFT = (
     Configuration("edgespec", "none"),
@@ -110,3 +112,30 @@ def test_the_report_compares_with_the_best_of_the_others_and_shows_the_used_meth
     assert "edgespec none        1.500x [1.500, 1.500], worst prompt 1.50x; a 1.50x, b 1.50x" in text
     assert "decode, speed-up over edgespec none:" in text
     assert next(line for line in text.splitlines() if "edgespec auto" in line).endswith("used: suffix")
+
+
+def test_the_table_shows_the_worst_prompt_and_the_best_setting_of_the_other_program() -> None:
+    auto = Configuration("edgespec", "auto")
+    speeds = {
+        SERVER: (10.0, 10.0),
+        SERVER_WITH_DRAFT: (15.0, 15.0),
+        EDGESPEC: (10.0, 10.0),
+        auto: (12.0, 27.0),
+    }
+    replies = [
+        measured_reply(configuration, prompt, speed)
+        for configuration, both in speeds.items()
+        for prompt, speed in zip("ab", both, strict=True)
+    ]
+    assert [MeasuredReply.from_json(json.loads(json.dumps(each.to_json()))) for each in replies] == replies
+    row = comparison_table([("model", replies)]).splitlines()[2]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:3] == ["model", "0", "2"]
+    assert cells[4:] == [
+        "1.00 (1.00)",
+        "1.80 (1.80)",
+        "1.20 (1.20)",
+        "`draft:4` 1.50 (1.50)",
+        "1.20 (1.20)",
+        "2 of 2",
+    ]
