@@ -75,9 +75,9 @@ MODELS = (
     Model("SmolLM2 135M Q4_0", "smollm2-q4_0.gguf"),
     Model("SmolLM2 135M Q4_K_M", "smollm2-q4_k_m.gguf"),
     Model("Gemma 3 270M Q4_K_M", "gemma3-270m-q4_k_m.gguf"),
-    _padded("padded to 3B, Q4_0", "smollm2-q4_0.gguf", 8, 64),
-    _padded("padded to 3B, Q4_K_M", "smollm2-q4_k_m.gguf", 8, 64),
-    _padded("padded to 3B, Q8_0", "smollm2-q8_0.gguf", 11, 64),
+    _padded("padded to 3B, Q4_0", "smollm2-q4_0.gguf", 11, 64),
+    _padded("padded to 3B, Q4_K_M", "smollm2-q4_k_m.gguf", 11, 64),
+    _padded("padded to 3B, Q8_0", "smollm2-q8_0.gguf", 17, 64),
     _padded("padded to 3B, F16", "smollm2-f16.gguf", 17, 48),
 )
 

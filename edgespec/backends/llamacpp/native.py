@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -56,6 +57,7 @@ _GPU_LIBRARIES = ("cuda", "vulkan")
 @cache
 def library() -> ModuleType:
     """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
+    limit = _load_kernel_limit()
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -63,6 +65,8 @@ def library() -> ModuleType:
             f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
             f"install it with `{setup_command()}`, which needs a C++ compiler",
         ) from error
+    if limit is not None:
+        _limit_kernels(limit)
     _open_log()
     _resend_interrupts_in_callbacks()
     callback = llama_cpp.llama_log_callback(_on_line)
@@ -71,6 +75,28 @@ def library() -> ModuleType:
     load_gpu_library(llama_cpp)
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+def _load_kernel_limit() -> ctypes.CDLL | None:
+    """Load the library that keeps llamafile's kernels from 16-bit and 32-bit weights, if it is installed.
+
+    Call this before llama_cpp is imported. See scripts/llamafile_types.cpp.
+    """
+    package = find_spec("llama_cpp")
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder) / "lib" / "libedgespec-llamafile.so"
+        if path.is_file():
+            with suppress(OSError):
+                return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return None
+
+
+def _limit_kernels(limit: ctypes.CDLL) -> None:
+    from llama_cpp.llama_cpp import _lib
+
+    # If llama.cpp was built without these kernels, it uses its own for all weights.
+    with suppress(AttributeError):
+        limit.edgespec_set_llamafile(ctypes.cast(_lib.llamafile_sgemm, ctypes.c_void_p))
 
 
 @cache
