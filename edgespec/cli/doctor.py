@@ -19,7 +19,7 @@ from edgespec.errors import CancelledError, EdgespecError
 from edgespec.options.default_model import default_model, why_toy
 from edgespec.system.disks import free_bytes, write_error
 from edgespec.system.files import error_reason, format_bytes, write_advice
-from edgespec.system.installation import pip_command, setup_command
+from edgespec.system.installation import build_command, setup_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,9 +139,8 @@ def _gpu(machine: MachineInfo) -> Check:
     owner = " and ".join(machine.gpu_vendors) or machine.accelerator.upper()
     finding = f"this machine has a GPU ({owner}), but llama.cpp does not use it"
     if machine.accelerator == "metal":
-        package = f"llama-cpp-python=={machine.llama_cpp.version}"
-        install = pip_command("--force-reinstall", "--no-cache-dir", "--no-deps", package)
-        return Check("gpu", False, finding, f'run CMAKE_ARGS="-DGGML_METAL=on" {install}')
+        build = build_command(machine.llama_cpp.version, "-DGGML_METAL=on")
+        return Check("gpu", False, finding, f"run {build}")
     if built.name:
         return Check("gpu", False, finding, f"install {_GPU_DRIVERS[built.name]}")
     packages, setup = _GPU_PACKAGES[machine.accelerator], setup_command(machine.accelerator)

@@ -9,7 +9,13 @@ import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["chat_command", "package_version", "pip_command", "setup_command"]
+__all__ = ["BUILD_FLAGS", "build_command", "chat_command", "package_version", "setup_command"]
+
+# CMake options for every build of llama-cpp-python. llamafile's matrix kernels round differently than those
+# for single tokens. With them, 16-bit models and other weights that llama.cpp does not repack could not check
+# drafts without changing replies. Without them, such models read prompts more slowly. `scripts/setup` reads
+# this line too.
+BUILD_FLAGS = "-DGGML_LLAMAFILE=OFF"
 
 
 @cache
@@ -57,6 +63,13 @@ def setup_command(packages: str = "") -> str:
     return f"{shlex.quote(path)} {packages}".rstrip()
 
 
-def pip_command(*arguments: str) -> str:
-    """Return a command that installs packages with pip in edgespec's own Python environment."""
-    return shlex.join([sys.executable, "-m", "pip", "install", *arguments])
+def build_command(version: str, *flags: str) -> str:
+    """Return a command that builds llama-cpp-python again in edgespec's own Python environment.
+
+    Args:
+        version: The version of llama-cpp-python.
+        *flags: CMake options in addition to `BUILD_FLAGS`.
+    """
+    pip = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-cache-dir", "--no-deps"]
+    install = shlex.join([*pip, f"llama-cpp-python=={version}"])
+    return f'CMAKE_ARGS="{" ".join((BUILD_FLAGS, *flags))}" {install}'

@@ -20,6 +20,7 @@ from edgespec.backends.llamacpp.native import GpuLibrary
 from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.model.formats.mlx_files import mlx_installed
+from edgespec.system.installation import BUILD_FLAGS
 from tests.cli.conftest import Run, json_of
 
 NO_MLX = MlxInfo(problem="not installed", is_installed=False)
@@ -121,7 +122,7 @@ _SHARED = Gpu("Vulkan1", "Iris", 3 * 2**30, 8 * 2**30, has_own_memory=False)
         (LlamaCppInfo("1.0"), "vulkan", ("AMD", "Intel"), False, "AMD and Intel", "glslc.*setup vulkan$"),
         (
             LlamaCppInfo("1.0"), "metal", (), False, "METAL",
-            'run CMAKE_ARGS="-DGGML_METAL=on" .* llama-cpp-python==1.0$',
+            f'run CMAKE_ARGS="{BUILD_FLAGS} -DGGML_METAL=on" .* llama-cpp-python==1.0$',
         ),
         (
             LlamaCppInfo("1.0", gpu_library=GpuLibrary("vulkan", "libvulkan.so.1: not found")), "", (), False,
