@@ -122,8 +122,22 @@ def _libraries(machine: MachineInfo) -> list[Check]:
     if library.problem:
         llama = Check("llama.cpp", False, library.problem, "run `edgespec doctor --json` for full details")
         return [llama, _mlx(machine)]
-    llama = Check("llama.cpp", True, f"llama-cpp-python {library.version}")
-    return [llama, _gpu(machine), _mlx(machine)]
+    return [_llama_cpp(machine), _gpu(machine), _mlx(machine)]
+
+
+def _llama_cpp(machine: MachineInfo) -> Check:
+    library = machine.llama_cpp
+    finding = f"llama-cpp-python {library.version}"
+    if not library.amx_problem:
+        return Check("llama.cpp", True, finding)
+    # AMX fails if the compiler of llama.cpp is faulty.
+    build = f"CC=clang CXX=clang++ {build_command(library.version)}"
+    return Check(
+        "llama.cpp",
+        True,
+        f"{finding}; AMX is off, because {library.amx_problem}",
+        f"to use AMX, build llama.cpp with another compiler, such as Clang: run {build}",
+    )
 
 
 def _gpu(machine: MachineInfo) -> Check:

@@ -142,6 +142,15 @@ def test_gpus_are_named_with_what_is_missing(
     assert bool(check.next_step) != ok
 
 
+def test_amx_that_is_off_is_named_with_its_cause() -> None:
+    cause = "it crashed in a test (SIGILL)"
+    machine = replace(inspect_machine(), llama_cpp=LlamaCppInfo("1.0", amx_problem=cause))
+    check = _libraries(machine)[0]
+    assert check.ok
+    assert cause in check.finding
+    assert re.search(f'CMAKE_ARGS="{BUILD_FLAGS}" .* llama-cpp-python==1.0$', check.next_step)
+
+
 @pytest.mark.parametrize(
     ("number", "finding", "next_step"),
     [
