@@ -32,6 +32,7 @@ from edgespec.system.installation import setup_command
 
 __all__ = [
     "ContextParams",
+    "DeviceProperties",
     "GpuLibrary",
     "Interrupt",
     "captured_log",
@@ -132,6 +133,21 @@ class ContextParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
+class DeviceProperties(ctypes.Structure):
+    """ggml's `ggml_backend_dev_props`. Its fields are named as there."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        # Room for the capabilities, and for fields that later versions may add.
+        ("others", ctypes.c_byte * 256),
+    )
+
+
 @cache
 def ggml() -> Any:
     """Return the ggml library, with declarations of the C functions that llama_cpp does not declare.
@@ -150,6 +166,7 @@ def ggml() -> Any:
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_description", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, *[ctypes.POINTER(size)] * 2]),
+        ("ggml_backend_dev_get_props", None, [pointer, ctypes.POINTER(DeviceProperties)]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
         ("ggml_backend_init_by_type", pointer, [ctypes.c_int, ctypes.c_char_p]),
