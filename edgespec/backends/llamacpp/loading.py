@@ -118,12 +118,12 @@ def load_all(
     files = gguf_files(Path(path))
     states = _states(files)
     streamed = choose_streamed(streamable_layers(Path(path)), options)
-    if not can_stream() or not streamed:
+    if not can_stream(options.gpu_layers) or not streamed:
         raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
     check_weights_fit(name, _loaded_bytes(path, options) - saved_bytes(streamed), options)
     with _without_weights(files) as copies:
         before = file_mappings(copies)
-        mapped = replace(options, mmap=True, mlock=False, repack=False)
+        mapped = replace(options, mmap=True, mlock=False, repack=False, gpu_layers=0)
         weights = load_files([str(copy) for copy in copies], name, mapped, progress, named=files)
         found = sorted(file_mappings(copies) - before)
     stream: WeightStream | None = None
