@@ -19,6 +19,9 @@ equal       replies with the same tokens as plain decoding by the other program,
 Speeds are geometric means over the prompts. Ratios are relative to the configuration of the other program
 that was fastest over all prompts. Choosing it in hindsight favours the other program. The 95% confidence
 intervals of the ratios are bootstrapped over prompts.
+
+The exit status is 130 after an interrupt, and 1 if a configuration was left out because it failed. In both
+cases, the results so far are printed and saved.
 """
 
 from __future__ import annotations
@@ -103,8 +106,9 @@ class PromptSet:
     end_tokens: frozenset[int]
 
 
-def main() -> None:
-    args = _arguments()
+def main() -> int:
+    """Measure the configurations and print the report. Return 0 if there are results of all of them."""
+    args, status = _arguments(), 0
     try:
         pair = find_pair(args.target, args.draft, DraftingOptions.of(), None)
         setup = _setup(args, pair)
@@ -117,14 +121,17 @@ def main() -> None:
         # SIGTERM raises KeyboardInterrupt, so that all child processes are stopped.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            measure(args, setup, prompt_set, _needed_bytes(pair), replies)
+            working = measure(args, setup, prompt_set, _needed_bytes(pair), replies)
+            status = int(working != setup.configurations)
         except KeyboardInterrupt:
             print("Interrupted. These are the results so far:", file=sys.stderr)
+            status = 130
         _save(args, setup, replies)
     except (EdgespecError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     for temperature in dict.fromkeys(reply.temperature for reply in replies):
         print(report(setup.configurations, [each for each in replies if each.temperature == temperature]))
+    return status
 
 
 def _arguments() -> argparse.Namespace:
@@ -259,15 +266,21 @@ def _mlx_lm_draft_length(name: str, draft: str | None) -> int | None:
 
 
 def _features(binary: Path) -> list[str]:
-    """Return lines with the build features of llama-cpp-python, and a warning if llama-server's differ."""
+    """Return lines with the build features of llama-cpp-python, and with how llama-server's differ.
+
+    llama-server may have more features, because it is compared with its own best kernels.
+    """
     import llama_cpp
 
-    features = enabled_features(llama_cpp.llama_print_system_info().decode())
-    lines = [f"llama-cpp-python {_version('llama-cpp-python')}: {features}"]
-    if features != (server_features := binary_features(binary)):
+    own = enabled_features(llama_cpp.llama_print_system_info().decode())
+    servers = binary_features(binary)
+    lines = [f"llama-cpp-python {_version('llama-cpp-python')}: {' '.join(own)}"]
+    if only_servers := [feature for feature in servers if feature not in own]:
+        lines.append(f"llama-server also has: {' '.join(only_servers)}")
+    if missing := [feature for feature in own if feature not in servers]:
         lines.append(
-            f"warning: llama-server has other features: {server_features}. The comparison is not fair."
-            " Build llama-server with scripts/build_llama_server."
+            f"warning: llama-server lacks {' '.join(missing)}, so the comparison is unfair to it. Build"
+            " llama-server with scripts/build_llama_server."
         )
     return lines
 
@@ -309,10 +322,10 @@ def measure(
     prompt_set: PromptSet,
     needed_bytes: int,
     replies: list[MeasuredReply],
-) -> None:
+) -> Sequence[Configuration]:
     """Answer every prompt with every configuration and append the results to `replies`.
 
-    A configuration that fails is left out from then on.
+    A configuration that fails is left out from then on. Returns the others.
     """
     working = setup.configurations
     passes = list(product(map(float, args.temperatures.split(",")), range(args.repeats)))
@@ -341,6 +354,7 @@ def measure(
                 done += 1
                 minutes = (monotonic() - started) / done * (total - done) / 60
                 print(f"{done} of {total} prompts, about {minutes:.0f} min left", file=sys.stderr)
+    return working
 
 
 def _save(args: argparse.Namespace, setup: Setup, replies: Sequence[MeasuredReply]) -> None:
@@ -356,4 +370,4 @@ def _save(args: argparse.Namespace, setup: Setup, replies: Sequence[MeasuredRepl
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,11 +102,10 @@ def main() -> int:
         model.results.parent.mkdir(parents=True, exist_ok=True)
         command = model.command(args.llama_server)
         print(shlex.join(command), flush=True)
-        # Write to another file first, so that an interrupted measurement is repeated.
+        # Write to another file first, so that an interrupted or incomplete measurement is repeated.
         part = model.results.with_suffix(".part")
         command[-1] = str(part)
-        status = subprocess.run([sys.executable, *command], cwd=_ROOT, check=False).returncode
-        if status != 0:
+        if (status := _run(command)) != 0:
             return status
         part.replace(model.results)
     found = comparison_table(
@@ -116,6 +116,17 @@ def main() -> int:
         before, _, rest = _PAGE.read_text("utf-8").partition(_BEGIN)
         _PAGE.write_text(before + _BEGIN + "\n" + found + "\n" + _END + rest.partition(_END)[2], "utf-8")
     return 0
+
+
+def _run(command: list[str]) -> int:
+    """Run a script, and return its exit status.
+
+    On Ctrl-C, which reaches the script too, wait until it has stopped the programs that it started.
+    """
+    process = subprocess.Popen([sys.executable, *command], cwd=_ROOT)
+    while True:
+        with suppress(KeyboardInterrupt):
+            return process.wait()
 
 
 if __name__ == "__main__":

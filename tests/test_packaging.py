@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.system.installation import BUILD_FLAGS
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BASH = "#!/usr/bin/env bash\n"
@@ -107,7 +109,19 @@ def test_no_advice_installs_another_projects_package() -> None:
         assert not re.search(install, text), file
 
 
-def test_the_page_on_gpus_builds_the_pinned_version() -> None:
-    named = re.findall(r"llama-cpp-python==(\S+)", (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))
+def test_the_documentation_builds_the_pinned_version_with_the_flags_of_scripts_setup() -> None:
     pins = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
-    assert set(named) == set(re.findall(r"^llama-cpp-python==(\S+)", pins, re.MULTILINE))
+    (version,) = re.findall(r"^llama-cpp-python==(\S+)", pins, re.MULTILINE)
+    texts = [file.read_text(encoding="utf-8") for file in [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]]
+    commands = re.findall(r"^.*pip install .*llama-cpp-python.*$", "\n".join(texts), re.MULTILINE)
+    assert len(commands) >= 4  # in docs/gpu.md and docs/exactness.md
+    for command in commands:
+        assert f'CMAKE_ARGS="{BUILD_FLAGS}' in command
+        assert command.endswith(f" llama-cpp-python=={version}")
+
+
+def test_scripts_setup_reads_the_flags_of_the_build() -> None:
+    text = (ROOT / "scripts" / "setup").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^flags=.*$", text, re.MULTILINE)
+    done = subprocess.run(["bash", "-c", f'{line}; echo "$flags"'], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == BUILD_FLAGS

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,11 +21,9 @@ from edgespec.memory import available_bytes
 from edgespec.model.formats.mlx_files import mlx_installed
 from edgespec.store.catalogue import user_aliases_path
 from edgespec.system.files import cache_folder, log_folder
+from edgespec.system.gpus import InstalledGpu, installed_gpus
 
-__all__ = ["Gpu", "MachineInfo", "MlxInfo", "gpu_vendors", "inspect_machine"]
-
-# PCI vendor IDs of GPUs that can run models. Other vendors' devices, such as virtual displays, are ignored.
-_VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
+__all__ = ["Gpu", "InstalledGpu", "MachineInfo", "MlxInfo", "inspect_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,8 @@ class MachineInfo:
         accelerator: The GPU API that can run model layers: `metal`, `cuda` or `vulkan`. Empty if there is no
             GPU.
         gpu_vendors: Vendors of the GPUs. Detected only on Linux.
+        installed_gpus: All GPUs in this machine, including those that no backend uses. Detected only on
+            Linux.
         memory_available_bytes: Memory available to new programs, within the limits of this process's control
             groups.
     """
@@ -88,6 +87,7 @@ class MachineInfo:
     memory_available_bytes: int
     accelerator: str
     gpu_vendors: tuple[str, ...]
+    installed_gpus: tuple[InstalledGpu, ...]
     llama_cpp: LlamaCppInfo
     mlx: MlxInfo
     folders: Folders
@@ -102,7 +102,8 @@ def inspect_machine() -> MachineInfo:
     """Collect information about this machine. This loads llama.cpp and MLX if installed, but no model."""
     from huggingface_hub import constants
 
-    vendors = gpu_vendors()
+    installed = installed_gpus()
+    vendors = tuple(sorted({gpu.vendor for gpu in installed}))
     return MachineInfo(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),
@@ -114,6 +115,7 @@ def inspect_machine() -> MachineInfo:
         memory_available_bytes=available_bytes(),
         accelerator=_accelerator(vendors),
         gpu_vendors=vendors,
+        installed_gpus=installed,
         llama_cpp=build_info(),
         mlx=_mlx(),
         folders=Folders(
@@ -155,15 +157,3 @@ def _mlx() -> MlxInfo:
         return MlxInfo(*mlx_build_info())
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
-
-
-def gpu_vendors(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the GPU vendors. `root` is the folder that contains /proc and /sys."""
-    found = set()
-    for file in root.glob("sys/class/drm/renderD*/device/vendor"):
-        with suppress(OSError, ValueError):
-            found.add(_VENDORS.get(int(file.read_text(), 16), ""))
-    # NVIDIA GPUs can run models without a DRM device, so look for the driver itself.
-    if (root / "proc/driver/nvidia/version").exists():
-        found.add("NVIDIA")
-    return tuple(sorted(found - {""}))

@@ -238,10 +238,10 @@ def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers, options.experts)
 
 
-def _llama_cpp_streams() -> bool:
+def _llama_cpp_streams(gpu_layers: int | None) -> bool:
     from edgespec.backends.llamacpp.weight_stream import can_stream
 
-    return can_stream()
+    return can_stream(gpu_layers)
 
 
 def _mlx_build() -> str:

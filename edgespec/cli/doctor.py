@@ -19,12 +19,14 @@ from edgespec.errors import CancelledError, EdgespecError
 from edgespec.options.default_model import default_model, why_toy
 from edgespec.system.disks import free_bytes, write_error
 from edgespec.system.files import error_reason, format_bytes, write_advice
-from edgespec.system.installation import pip_command, setup_command
+from edgespec.system.gpus import with_nvidia_memory
+from edgespec.system.installation import build_command, setup_command
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from edgespec.api.machine import Gpu, MachineInfo
+    from edgespec.api.machine import Gpu, InstalledGpu, MachineInfo
 
 __all__ = ["Check", "command"]
 
@@ -122,30 +124,64 @@ def _libraries(machine: MachineInfo) -> list[Check]:
     if library.problem:
         llama = Check("llama.cpp", False, library.problem, "run `edgespec doctor --json` for full details")
         return [llama, _mlx(machine)]
-    llama = Check("llama.cpp", True, f"llama-cpp-python {library.version}")
-    return [llama, _gpu(machine), _mlx(machine)]
+    return [_llama_cpp(machine), _gpu(machine), _mlx(machine)]
+
+
+def _llama_cpp(machine: MachineInfo) -> Check:
+    library = machine.llama_cpp
+    finding = f"llama-cpp-python {library.version}"
+    if not library.amx_problem:
+        return Check("llama.cpp", True, finding)
+    # AMX fails if the compiler of llama.cpp is faulty.
+    build = f"CC=clang CXX=clang++ {build_command(library.version)}"
+    return Check(
+        "llama.cpp",
+        True,
+        f"{finding}; AMX is off, because {library.amx_problem}",
+        f"to use AMX, build llama.cpp with another compiler, such as Clang: run {build}",
+    )
 
 
 def _gpu(machine: MachineInfo) -> Check:
     """Report the GPUs that llama.cpp uses, or how to make it use this machine's GPU."""
     gpus, built = machine.llama_cpp.gpus, machine.llama_cpp.gpu_library
+    unused = _unused_gpus(machine)
+    names = " and ".join(map(_describe_installed, unused))
+    cuda = f"install {_GPU_PACKAGES['cuda']}, then run {setup_command('cuda')}"
     if gpus:
-        return Check("gpu", True, "; ".join(map(_describe_gpu, gpus)))
+        finding = "; ".join(map(_describe_gpu, gpus)) + (f"; not used: {names}" if unused else "")
+        # A GPU of another vendor may be left out on purpose, because llama.cpp prefers a faster one.
+        has_cuda = any(gpu.name.startswith("CUDA") for gpu in gpus)
+        is_missing = not has_cuda and any(gpu.vendor == "NVIDIA" for gpu in unused)
+        return Check("gpu", True, finding, cuda if is_missing else "")
     if built.problem:
         finding = f"llama.cpp's {built.name} library cannot be loaded: {built.problem}"
         return Check("gpu", False, finding, f"install {_GPU_DRIVERS[built.name]}")
     if not machine.accelerator:
         return Check("gpu", True, "none found; models run on the CPU")
-    owner = " and ".join(machine.gpu_vendors) or machine.accelerator.upper()
+    owner = names or machine.accelerator.upper()
     finding = f"this machine has a GPU ({owner}), but llama.cpp does not use it"
     if machine.accelerator == "metal":
-        package = f"llama-cpp-python=={machine.llama_cpp.version}"
-        install = pip_command("--force-reinstall", "--no-cache-dir", "--no-deps", package)
-        return Check("gpu", False, finding, f'run CMAKE_ARGS="-DGGML_METAL=on" {install}')
+        build = build_command(machine.llama_cpp.version, "-DGGML_METAL=on")
+        return Check("gpu", False, finding, f"run {build}")
     if built.name:
         return Check("gpu", False, finding, f"install {_GPU_DRIVERS[built.name]}")
-    packages, setup = _GPU_PACKAGES[machine.accelerator], setup_command(machine.accelerator)
-    return Check("gpu", False, finding, f"install {packages}, then run {setup}")
+    if machine.accelerator == "cuda":
+        return Check("gpu", False, finding, cuda)
+    vulkan = f"install {_GPU_PACKAGES['vulkan']}, then run {setup_command('vulkan')}"
+    return Check("gpu", False, finding, vulkan)
+
+
+def _unused_gpus(machine: MachineInfo) -> Sequence[InstalledGpu]:
+    """Return the GPUs that llama.cpp does not use, with their memory, as far as their addresses are known."""
+    gpus = machine.installed_gpus
+    if used := {gpu.pci_address for gpu in machine.llama_cpp.gpus}:
+        gpus = tuple(gpu for gpu in gpus if gpu.pci_address and not used & {gpu.pci_address, ""})
+    return with_nvidia_memory(gpus)
+
+
+def _describe_installed(gpu: InstalledGpu) -> str:
+    return f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" if gpu.memory_bytes else gpu.name
 
 
 def _describe_gpu(gpu: Gpu) -> str:

@@ -299,7 +299,8 @@ def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Pa
     """
     if excess_bytes <= 0:
         return 0.0
-    if excess_bytes > STREAMED_SHARE * file_bytes or path is None or not backend_of(form.name).streams():
+    can_stream = backend_of(form.name).streams(None)
+    if excess_bytes > STREAMED_SHARE * file_bytes or path is None or not can_stream:
         return None
     speed = _disk_speed(path)
     return excess_bytes / speed if speed else None

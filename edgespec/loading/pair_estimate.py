@@ -138,7 +138,8 @@ class PairEstimator:
             own_head=any(head.path is None for head in heads),
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
-            gpu_layers=choice.gpu_layers,
+            # A model that is streamed runs on the CPU.
+            gpu_layers=0 if choice.streamed_layers else choice.gpu_layers,
             # Keep None for "not set", because only an option that was set can be reported as having no
             # effect.
             experts=choice.experts or self._options.experts,

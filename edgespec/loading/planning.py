@@ -262,7 +262,8 @@ def _plan_pair(
         # The model is too large only if no combination of options makes it fit. Otherwise, an option that the
         # user set, such as a long context, is the cause, and the advice names it.
         is_too_large = not plan.fits and not (fixed and fit(set())[1].fits)
-        if is_too_large and _may_stream(options, drafting) and target.streamable_layers:
+        can_stream = _may_stream(options, drafting) and pair.target.backend.streams(options.gpu_layers)
+        if is_too_large and can_stream and target.streamable_layers:
             # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
             # because a long one would take memory from the weights even while it is unused.
             tokens = start.context_tokens

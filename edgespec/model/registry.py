@@ -272,8 +272,8 @@ class Backend:
             which affect rounding.
         repacks: Whether `LoadOptions.repack` can change the kernels of a model with these files and load
             options.
-        streams: Whether models larger than memory can run on this system, with weights read from disk in
-            every pass.
+        streams: Whether models larger than memory can run on this system with this value of
+            `LoadOptions.gpu_layers`, with weights read from disk in every pass.
     """
 
     name: str
@@ -290,7 +290,7 @@ class Backend:
     knows_architecture: Callable[[str], bool] = lambda _architecture: False
     build_identity: Callable[[], str] = lambda: ""
     repacks: Callable[[Path, LoadOptions], bool] = lambda _path, _options: False
-    streams: Callable[[], bool] = lambda: False
+    streams: Callable[[int | None], bool] = lambda _gpu_layers: False
 
 
 _registered: list[Backend] = []

@@ -9,7 +9,12 @@ import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["chat_command", "package_version", "pip_command", "setup_command"]
+__all__ = ["BUILD_FLAGS", "build_command", "chat_command", "package_version", "setup_command"]
+
+# CMake options for a build of llama-cpp-python. For 16-bit and 32-bit weights, llamafile's matrix kernels
+# round differently than those for single tokens, so that checking a draft could change the reply. On Linux,
+# `scripts/setup` builds them nevertheless, and keeps them from such weights. Elsewhere, it uses these options.
+BUILD_FLAGS = "-DGGML_LLAMAFILE=OFF"
 
 
 @cache
@@ -57,6 +62,13 @@ def setup_command(packages: str = "") -> str:
     return f"{shlex.quote(path)} {packages}".rstrip()
 
 
-def pip_command(*arguments: str) -> str:
-    """Return a command that installs packages with pip in edgespec's own Python environment."""
-    return shlex.join([sys.executable, "-m", "pip", "install", *arguments])
+def build_command(version: str, *flags: str) -> str:
+    """Return a command that builds llama-cpp-python again in edgespec's own Python environment.
+
+    Args:
+        version: The version of llama-cpp-python.
+        *flags: CMake options in addition to `BUILD_FLAGS`.
+    """
+    pip = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-cache-dir", "--no-deps"]
+    install = shlex.join([*pip, f"llama-cpp-python=={version}"])
+    return f'CMAKE_ARGS="{" ".join((BUILD_FLAGS, *flags))}" {install}'

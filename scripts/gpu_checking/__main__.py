@@ -34,6 +34,7 @@ import tomllib
 import venv
 from pathlib import Path
 
+from edgespec.system.installation import BUILD_FLAGS
 from scripts.gpu_checking.gpu import CheckError, Gpu, find_gpu, find_nvcc
 from scripts.gpu_checking.report import read_report, write_report
 from scripts.gpu_checking.steps import ROOT, Result, Step, create_steps, run_step
@@ -166,9 +167,12 @@ def _build_environment(gpu: Gpu) -> dict[str, str]:
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         raise CheckError(f"{compiler} was not found; install a C++ compiler, or set CXX to the path of one")
+    if gpu.kind == "cpu":
+        return {"CMAKE_ARGS": BUILD_FLAGS}
+    flags = f"{BUILD_FLAGS} -DGGML_{gpu.kind.upper()}=on"
     if gpu.kind == "cuda":
-        return {"CUDACXX": find_nvcc(), "CMAKE_ARGS": "-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native"}
-    return {"CMAKE_ARGS": {"metal": "-DGGML_METAL=on", "vulkan": "-DGGML_VULKAN=on"}.get(gpu.kind, "")}
+        return {"CUDACXX": find_nvcc(), "CMAKE_ARGS": f"{flags} -DCMAKE_CUDA_ARCHITECTURES=native"}
+    return {"CMAKE_ARGS": flags}
 
 
 def _install(wheels: Path, environment: dict[str, str], folder: Path, python: Path) -> Result:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec.api.machine import gpu_vendors
+from edgespec.system.gpus import installed_gpus
 
 __all__ = ["CheckError", "Gpu", "find_gpu", "find_nvcc", "parse_memory", "parse_names", "used_bytes"]
 
@@ -44,8 +44,8 @@ def find_gpu() -> Gpu:
         return Gpu("cuda", parse_names(_nvidia_smi("name,driver_version")))
     if "GGML_VK_VISIBLE_DEVICES" in os.environ:
         return Gpu("vulkan", f"Vulkan device {os.environ['GGML_VK_VISIBLE_DEVICES']}")
-    if vendors := gpu_vendors():
-        return Gpu("vulkan", " and ".join(vendors))
+    if gpus := installed_gpus():
+        return Gpu("vulkan", " and ".join(gpu.name for gpu in gpus))
     raise CheckError(
         "no GPU was found: nvidia-smi is missing, the kernel lists no GPU, and this is not an Apple Silicon"
         " Mac; install the driver, or add --cpu to run the checks on the CPU"

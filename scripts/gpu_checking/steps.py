@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ __all__ = [
     "run_step",
     "summarise_classes",
     "summarise_plan",
+    "summarise_tests",
     "summarise_verify",
 ]
 
@@ -105,12 +107,13 @@ def create_steps(kind: str, target: Path | None, draft: Path | None, *, quick: b
             ),
             summarise_verify,
         ),
-        Step("parity", (parity,), _summarise_tests),
+        Step("parity", (parity,), summarise_tests),
         Step("bench", ((*bench, *demo),), _summarise_bench),
     ]
     if kind in ("cuda", "vulkan"):  # the tests need a GPU with its own memory
-        gpu_tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu")
-        steps.insert(1, Step("gpu-tests", (gpu_tests,), _summarise_tests))
+        # -rs prints why tests are skipped.
+        gpu_tests = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu")
+        steps.insert(1, Step("gpu-tests", (gpu_tests,), summarise_tests))
     if target:
         steps.append(Step("classes-given", ((*find_classes, str(target)),), summarise_classes))
         steps.append(Step("verify-given", ((*verify, *models),), summarise_verify))
@@ -250,8 +253,10 @@ def summarise_verify(outputs: list[str]) -> Summary:
     return figures, ""
 
 
-def _summarise_tests(outputs: list[str]) -> Summary:
-    return {"tests": outputs[-1].splitlines()[-1].strip("= ")}, ""
+def summarise_tests(outputs: list[str]) -> Summary:
+    """Return the last line of pytest's output. Skipped tests check nothing, so at least one must have run."""
+    counts = outputs[-1].splitlines()[-1].strip("= ")
+    return {"tests": counts}, "" if re.search(r"\b\d+ passed\b", counts) else f"no test passed ({counts})"
 
 
 def _summarise_bench(outputs: list[str]) -> Summary:

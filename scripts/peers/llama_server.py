@@ -182,12 +182,12 @@ def run_from_answer(answer: Mapping[str, Any], prompt_tokens: int, seconds: floa
     return Run(tuple(tokens), max(0, generated - 1), later_seconds, seconds, accepted, generated - accepted)
 
 
-def enabled_features(system_info: str) -> str:
+def enabled_features(system_info: str) -> list[str]:
     """Return the CPU features and build options that llama_print_system_info lists as enabled."""
-    return " ".join(dict.fromkeys(re.findall(r"\b([A-Z][A-Z0-9_]+) = 1\b", system_info)))
+    return list(dict.fromkeys(re.findall(r"\b([A-Z][A-Z0-9_]+) = 1\b", system_info)))
 
 
-def binary_features(binary: Path) -> str:
+def binary_features(binary: Path) -> list[str]:
     """Return the enabled features of a llama-server binary.
 
     The server logs them before it loads the model, so it is started with a model path that does not exist.

@@ -10,7 +10,7 @@ from edgespec.backends.llamacpp import devices, head_loading, memory_estimate
 from edgespec.backends.llamacpp.devices import cards, device_split
 from edgespec.backends.llamacpp.eagle import estimate_head
 from edgespec.backends.llamacpp.loading import load_skeleton
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
@@ -24,6 +24,19 @@ _LAYERS = 12
 
 def _path() -> str:
     return str(resolve("demo").path)
+
+
+def test_devices_are_described_as_llama_cpp_describes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU acts as a GPU here, because there may be no other device."""
+    monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(devices, "_GPU", 0)
+    (found,) = (gpu for gpu in devices.gpus() if gpu.name == "CPU")
+    properties = DeviceProperties()
+    ggml().ggml_backend_dev_get_props(ggml().ggml_backend_dev_by_type(0), properties)
+    assert properties.name == b"CPU"
+    assert properties.description == found.description.encode()
+    assert properties.memory_total == found.total_bytes
+    assert found.pci_address == ""
 
 
 def test_offloading_all_layers_leaves_the_embedding() -> None:

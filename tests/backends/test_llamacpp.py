@@ -14,6 +14,7 @@ import pytest
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.llamacpp.weight_layouts import layout_names
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,
@@ -139,11 +140,7 @@ class TestMmap:
         path = tmp_path / "m.gguf"
         quantise(models_folder() / "demo-draft-q8_0.gguf", path, "Q4_0")
         buffers = self._buffers(path, gpu_layers=0)
-        assert ("_REPACK" in buffers) != ("_Mapped" in buffers)
-
-    def test_amx_kernels_are_not_used(self) -> None:
-        """They crash if GCC 12 compiled llama.cpp for a CPU with AMX."""
-        assert "AMX" not in self._buffers(models_folder() / "demo-draft-q8_0.gguf", gpu_layers=0)
+        assert any(layout in buffers for layout in layout_names()) != ("_Mapped" in buffers)
 
 
 def test_an_out_of_memory_pass_leaves_the_cache_unchanged(

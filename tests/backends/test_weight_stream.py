@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.backends.llamacpp import loading, native, weight_stream
+from edgespec.backends.llamacpp import devices, loading, native, weight_stream
+from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.backends.llamacpp.loading import free_weights, load_all
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import load
@@ -502,6 +503,22 @@ def test_a_disk_that_fails_for_a_moment_ends_one_reply(
     assert _same(_rows(model), expected)
 
 
+_CARD = Gpu("GPU0", "card", 2**20, 2**20, has_own_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu_layers", "cards", "expected"),
+    [(None, [], True), (0, [], True), (9, [], False), (None, [_CARD], False), (0, [_CARD], True)],
+)
+def test_a_model_that_uses_a_gpu_is_not_streamed(
+    monkeypatch: pytest.MonkeyPatch, gpu_layers: int | None, cards: list[Gpu], expected: bool
+) -> None:
+    """A GPU that is no card shares main memory, so a model that is streamed can do without it."""
+    monkeypatch.setattr(native.library(), "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(devices, "cards", lambda: cards)
+    assert can_stream(gpu_layers) == expected
+
+
 class TestPlanning:
     @pytest.fixture(scope="class")
     def short_bytes(self, smollm2: Path) -> int:
@@ -552,6 +569,36 @@ class TestPlanning:
     def test_it_is_refused_if_the_user_wants_that(self, smollm2: Path, short_bytes: int) -> None:
         with pytest.raises(MemoryBudgetError):
             edgespec.load(str(smollm2), "none", memory=short_bytes, context=1024, larger_than_memory="no")
+
+    @pytest.mark.parametrize(
+        ("gpu_layers", "cards", "fits"),
+        [(None, [], True), (0, [], True), (None, [_CARD], False), (0, [_CARD], True)],
+    )
+    def test_a_model_is_streamed_on_a_machine_with_a_gpu(
+        self,
+        smollm2: Path,
+        short_bytes: int,
+        monkeypatch: pytest.MonkeyPatch,
+        gpu_layers: int | None,
+        cards: list[Gpu],
+        fits: bool,
+    ) -> None:
+        monkeypatch.setattr(native.library(), "llama_supports_gpu_offload", lambda: True)
+        monkeypatch.setattr(devices, "cards", lambda: cards)
+        chosen = []
+        load_options = pair_estimate.PairEstimator.load_options
+
+        def spied(self: pair_estimate.PairEstimator, choice: Any) -> LoadOptions:
+            chosen.append(load_options(self, choice))
+            return chosen[-1]
+
+        monkeypatch.setattr(pair_estimate.PairEstimator, "load_options", spied)
+        plan = edgespec.plan(
+            str(smollm2), "none", memory=short_bytes, context=1024, gpu_layers=gpu_layers, reserve=0
+        ).plan
+        assert plan.fits == fits
+        assert (plan.streaming is not None) == fits
+        assert all(options.gpu_layers == 0 for options in chosen if options.streamed_layers)
 
     def test_replies_are_those_of_plain_decoding(self, smollm2: Path, short_bytes: int) -> None:
         prompt = "Repeat this three times: the quick brown fox jumps over the lazy dog."

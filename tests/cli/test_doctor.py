@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.api.machine import Gpu, MlxInfo, inspect_machine
+from edgespec.api.machine import Gpu, InstalledGpu, MlxInfo, inspect_machine
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo
 from edgespec.backends.llamacpp.native import GpuLibrary
 from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.model.formats.mlx_files import mlx_installed
+from edgespec.system.installation import BUILD_FLAGS
 from tests.cli.conftest import Run, json_of
 
 NO_MLX = MlxInfo(problem="not installed", is_installed=False)
@@ -107,21 +108,41 @@ def test_what_is_amiss_has_a_next_step() -> None:
     assert memory.next_step
 
 
-_CARD = Gpu("Vulkan0", "Radeon", 3 * 2**30, 8 * 2**30, has_own_memory=True)
+_RADEON = "0000:03:00.0"
+_CARD = Gpu("Vulkan0", "Radeon", 3 * 2**30, 8 * 2**30, has_own_memory=True, pci_address=_RADEON)
 _SHARED = Gpu("Vulkan1", "Iris", 3 * 2**30, 8 * 2**30, has_own_memory=False)
+_CUDA = replace(_CARD, name="CUDA0")
+_AMD = InstalledGpu("AMD", "AMD Navi", _RADEON, 8 * 2**30)
+_INTEL = InstalledGpu("Intel", "Intel Iris", "0000:00:02.0")
+_NVIDIA = InstalledGpu("NVIDIA", "NVIDIA RTX", "0000:01:00.0")
 
 
 @pytest.mark.parametrize(
-    ("llama_cpp", "accelerator", "vendors", "ok", "says", "next_step"),
+    ("llama_cpp", "accelerator", "installed", "ok", "says", "next_step"),
     [
-        (LlamaCppInfo("1.0"), "", (), True, "none found", ""),
-        (LlamaCppInfo("1.0", gpus=(_CARD,)), "vulkan", ("AMD",), True, "^Radeon .*3.0 GiB of 8.0 GiB", ""),
-        (LlamaCppInfo("1.0", gpus=(_CARD, _SHARED)), "", (), True, "; Iris .Vulkan1., shares", ""),
-        (LlamaCppInfo("1.0"), "cuda", ("NVIDIA",), False, "NVIDIA", "nvidia-cuda-toolkit.*setup cuda$"),
-        (LlamaCppInfo("1.0"), "vulkan", ("AMD", "Intel"), False, "AMD and Intel", "glslc.*setup vulkan$"),
+        (LlamaCppInfo("1.0"), "", (), True, "none found", "^$"),
+        (LlamaCppInfo("1.0", gpus=(_CARD,)), "vulkan", (_AMD,), True, "^Radeon .*3.0 GiB of 8.0 GiB", "^$"),
+        (LlamaCppInfo("1.0", gpus=(_CARD, _SHARED)), "", (), True, "; Iris .Vulkan1., shares", "^$"),
+        (LlamaCppInfo("1.0", gpus=(_CARD,)), "vulkan", (_AMD, _INTEL), True, "; not used: Intel Iris$", "^$"),
+        (
+            LlamaCppInfo("1.0", gpus=(_CARD,)), "cuda", (_AMD, _NVIDIA), True, "; not used: NVIDIA RTX$",
+            "nvidia-cuda-toolkit.*setup cuda$",
+        ),
+        (LlamaCppInfo("1.0", gpus=(_CUDA,)), "cuda", (_AMD, _NVIDIA), True, "; not used: NVIDIA RTX$", "^$"),
+        # Without their addresses, it cannot be known which of the GPUs are used.
+        (LlamaCppInfo("1.0", gpus=(_SHARED,)), "cuda", (_AMD, _NVIDIA), True, "shares main memory$", "^$"),
+        (
+            LlamaCppInfo("1.0", gpus=(_CARD,)), "cuda", (replace(_NVIDIA, pci_address=""),), True,
+            "GiB free$", "^$",
+        ),
+        (LlamaCppInfo("1.0"), "cuda", (_NVIDIA,), False, "NVIDIA RTX", "nvidia-cuda-toolkit.*setup cuda$"),
+        (
+            LlamaCppInfo("1.0"), "vulkan", (_AMD, _INTEL), False, "AMD Navi, 8.0 GiB and Intel Iris",
+            "glslc.*setup vulkan$",
+        ),
         (
             LlamaCppInfo("1.0"), "metal", (), False, "METAL",
-            'run CMAKE_ARGS="-DGGML_METAL=on" .* llama-cpp-python==1.0$',
+            f'run CMAKE_ARGS="{BUILD_FLAGS} -DGGML_METAL=on" .* llama-cpp-python==1.0$',
         ),
         (
             LlamaCppInfo("1.0", gpu_library=GpuLibrary("vulkan", "libvulkan.so.1: not found")), "", (), False,
@@ -131,14 +152,32 @@ _SHARED = Gpu("Vulkan1", "Iris", 3 * 2**30, 8 * 2**30, has_own_memory=False)
     ],
 )  # fmt: skip
 def test_gpus_are_named_with_what_is_missing(
-    llama_cpp: LlamaCppInfo, accelerator: str, vendors: tuple[str, ...], ok: bool, says: str, next_step: str
+    monkeypatch: pytest.MonkeyPatch,
+    llama_cpp: LlamaCppInfo,
+    accelerator: str,
+    installed: tuple[InstalledGpu, ...],
+    ok: bool,
+    says: str,
+    next_step: str,
 ) -> None:
-    machine = replace(inspect_machine(), llama_cpp=llama_cpp, accelerator=accelerator, gpu_vendors=vendors)
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi
+    machine = replace(
+        inspect_machine(), llama_cpp=llama_cpp, accelerator=accelerator, installed_gpus=installed
+    )
     (check,) = [check for check in _libraries(machine) if check.name == "gpu"]
     assert check.ok == ok
     assert re.search(says, check.finding)
     assert re.search(next_step, check.next_step)
-    assert bool(check.next_step) != ok
+    assert ok or check.next_step
+
+
+def test_amx_that_is_off_is_named_with_its_cause() -> None:
+    cause = "it crashed in a test (SIGILL)"
+    machine = replace(inspect_machine(), llama_cpp=LlamaCppInfo("1.0", amx_problem=cause))
+    check = _libraries(machine)[0]
+    assert check.ok
+    assert cause in check.finding
+    assert re.search(f'CMAKE_ARGS="{BUILD_FLAGS}" .* llama-cpp-python==1.0$', check.next_step)
 
 
 @pytest.mark.parametrize(

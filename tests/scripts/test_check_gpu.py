@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.program import program
-from scripts.gpu_checking.__main__ import main
-from scripts.gpu_checking.gpu import CheckError, find_nvcc, parse_memory, parse_names
+from edgespec.system.installation import BUILD_FLAGS
+from scripts.gpu_checking.__main__ import _build_environment, main
+from scripts.gpu_checking.gpu import CheckError, Gpu, find_nvcc, parse_memory, parse_names
 from scripts.gpu_checking.measure_memory import parse_vulkan_log
 from scripts.gpu_checking.report import read_report, to_markdown, write_report
 from scripts.gpu_checking.steps import (
@@ -26,6 +28,7 @@ from scripts.gpu_checking.steps import (
     run_step,
     summarise_classes,
     summarise_plan,
+    summarise_tests,
 )
 from tests.backends.tiny_models import write_llama
 
@@ -220,6 +223,42 @@ def test_all_classes_are_reported_also_if_single_passes_agree_with_no_other() ->
             " change"
         ),
     }
+
+
+@pytest.mark.parametrize(
+    ("counts", "passed"),
+    [
+        ("12 passed in 3.00s", True),
+        ("==== 1 failed, 2 passed, 3 skipped in 3.00s ====", True),  # the exit status says that one failed
+        ("57 skipped in 0.50s", False),
+        ("no tests ran in 0.01s", False),
+    ],
+)
+def test_tests_that_were_all_skipped_do_not_pass(counts: str, passed: bool) -> None:
+    figures, problem = summarise_tests([f"sss\n{counts}\n"])
+    assert figures == {"tests": counts.strip("= ")}
+    assert bool(problem) != passed
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("cpu", ""),
+        ("metal", " -DGGML_METAL=on"),
+        ("vulkan", " -DGGML_VULKAN=on"),
+        ("cuda", " -DGGML_CUDA=on"),
+    ],
+)
+def test_packages_are_built_with_the_flags_of_scripts_setup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, flags: str
+) -> None:
+    for name in ("c++", "nvcc"):
+        write_program(tmp_path, name, "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "nvcc"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = _build_environment(Gpu(kind, "a card"))["CMAKE_ARGS"]
+    assert found.startswith(BUILD_FLAGS + flags)
 
 
 def test_only_the_cpu_gets_options_that_turn_the_gpu_off() -> None:

@@ -169,7 +169,9 @@ def test_a_server_starts_answers_and_stops(binary: Path) -> None:
     assert not process.is_running()
     assert binary_version(binary) == "version: 1 (stand-in)"
     assert (
-        binary_features(binary) == "AVX2 OPENMP" == enabled_features("CPU : AVX2 = 1 | FMA = 0 | OPENMP = 1")
+        binary_features(binary)
+        == ["AVX2", "OPENMP"]
+        == enabled_features("CPU : AVX2 = 1 | FMA = 0 | OPENMP = 1")
     )
 
 
@@ -294,9 +296,8 @@ def test_failed_configurations_are_left_out_and_an_interrupt_keeps_the_results(
         return generate(pool, configuration, prompt, options)
 
     monkeypatch.setattr(Pool, "generate", interrupted)
-    bench_peers.main()
+    assert bench_peers.main() == 130
     printed = capfd.readouterr()
-    assert "warning: llama-server has other features: AVX2 OPENMP" in printed.out
     assert "llama-server ngram-cache is left out: llama-server exited during startup" in printed.err
     assert "Interrupted" in printed.err
     assert "temperature 0, 2 prompts" in printed.out
@@ -307,6 +308,30 @@ def test_failed_configurations_are_left_out_and_an_interrupt_keeps_the_results(
         ("edgespec", "none", "b-1"),
         ("llama-server", "none", "a-1"),
     ]
+
+
+@pytest.mark.parametrize("binary", ["answers"], indirect=True)
+@pytest.mark.parametrize(
+    ("own", "more", "lacks"),
+    [
+        (["AVX2", "OPENMP"], False, False),
+        (["AVX2"], True, False),
+        (["AVX2", "OPENMP", "REPACK"], False, True),
+        (["AVX2", "REPACK"], True, True),
+    ],
+)
+def test_only_features_that_llama_server_lacks_are_a_warning(
+    binary: Path, monkeypatch: pytest.MonkeyPatch, own: list[str], more: bool, lacks: bool
+) -> None:
+    system_info = " | ".join(f"{feature} = 1" for feature in own)
+    monkeypatch.setattr("llama_cpp.llama_print_system_info", system_info.encode)
+    first, *others = bench_peers._features(binary)
+    assert first.endswith(": " + " ".join(own))
+    assert [line for line in others if line.endswith(" has: OPENMP")] == others[: int(more)]
+    warnings = [line for line in others if line.startswith("warning: ")]
+    assert len(warnings) == int(lacks)
+    assert all("REPACK" in line for line in warnings)
+    assert len(others) == more + lacks
 
 
 def test_a_program_that_was_never_started_can_be_stopped() -> None:

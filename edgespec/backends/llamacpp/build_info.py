@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from edgespec.backends.llamacpp.devices import Gpu, gpus
 from edgespec.backends.llamacpp.loading import default_threads
-from edgespec.backends.llamacpp.native import GpuLibrary, library, load_gpu_library
+from edgespec.backends.llamacpp.native import GpuLibrary, library, library_identity, load_gpu_library
+from edgespec.backends.llamacpp.weight_layouts import choose_layouts
 from edgespec.errors import BackendMissingError
-from edgespec.system.files import file_state
 
 __all__ = ["LlamaCppInfo", "build_identity", "build_info"]
 
@@ -25,6 +24,7 @@ class LlamaCppInfo:
         gpu_library: The extra library that adds GPU support to llama-cpp-python.
         default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options reported by llama.cpp.
+        amx_problem: Why edgespec does not use AMX although this CPU and llama.cpp have it. Empty otherwise.
         problem: Why llama.cpp cannot be loaded, or an empty string if it can. If set, the other attributes
             keep their default values.
     """
@@ -35,6 +35,7 @@ class LlamaCppInfo:
     gpu_library: GpuLibrary = field(default_factory=GpuLibrary)
     default_threads: int = 0
     features: str = ""
+    amx_problem: str = ""
     problem: str = ""
 
 
@@ -51,15 +52,14 @@ def build_info() -> LlamaCppInfo:
         gpu_library=load_gpu_library(lib),
         default_threads=default_threads(),
         features=lib.llama_print_system_info().decode("utf-8", "replace").strip(" |"),
+        amx_problem=choose_layouts(),
     )
 
 
 def build_identity() -> str:
     """Return a string that identifies the llama.cpp build, this processor, and the devices in use."""
-    lib = library()
-    folder = Path(lib.__file__ or "").parent / "lib"
-    files = (
-        [file_state(file) for file in sorted(folder.iterdir()) if file.is_file()] if folder.is_dir() else []
-    )
-    features = lib.llama_print_system_info().decode("utf-8", "replace")
-    return repr((files, features, [(gpu.name, gpu.description) for gpu in gpus()]))
+    files, features = library_identity()
+    parts: tuple[object, ...] = files, features, [(gpu.name, gpu.description) for gpu in gpus()]
+    if "AMX_INT8 = 1" in features:
+        parts += (f"AMX: {choose_layouts() or 'on'}",)
+    return repr(parts)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edgespec.backends.llamacpp.experts import expert_bytes
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
-from edgespec.backends.llamacpp.native import ggml, library
+from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
@@ -53,6 +53,7 @@ class Gpu:
         free_bytes: Free memory in bytes. Some drivers report total memory instead.
         total_bytes: Total memory in bytes.
         has_own_memory: Whether the GPU has dedicated memory, separate from main memory.
+        pci_address: PCI address, such as `0000:01:00.0`. Empty if it is unknown or the GPU is not on PCI.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Gpu:
     free_bytes: int
     total_bytes: int
     has_own_memory: bool
+    pci_address: str = ""
 
 
 def on_cpu(options: LoadOptions) -> bool:
@@ -91,7 +93,10 @@ def gpus() -> tuple[Gpu, ...]:
         )
         # On a Mac, the GPU shares main memory, regardless of the type that ggml reports.
         own = kind == _GPU and sys.platform != "darwin"
-        found.append(Gpu(name, description, free.value, total.value, own))
+        properties = DeviceProperties()
+        backend.ggml_backend_dev_get_props(device, ctypes.byref(properties))
+        address = (properties.device_id or b"").decode("utf-8", "replace")
+        found.append(Gpu(name, description, free.value, total.value, own, address))
     return tuple(found)
 
 

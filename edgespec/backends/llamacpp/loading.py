@@ -20,6 +20,7 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.llamacpp.weight_layouts import choose_layouts, layout_names
 from edgespec.backends.llamacpp.weight_stream import (
     WeightStream,
     can_stream,
@@ -117,12 +118,12 @@ def load_all(
     files = gguf_files(Path(path))
     states = _states(files)
     streamed = choose_streamed(streamable_layers(Path(path)), options)
-    if not can_stream() or not streamed:
+    if not can_stream(options.gpu_layers) or not streamed:
         raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
     check_weights_fit(name, _loaded_bytes(path, options) - saved_bytes(streamed), options)
     with _without_weights(files) as copies:
         before = file_mappings(copies)
-        mapped = replace(options, mmap=True, mlock=False, repack=False)
+        mapped = replace(options, mmap=True, mlock=False, repack=False, gpu_layers=0)
         weights = load_files([str(copy) for copy in copies], name, mapped, progress, named=files)
         found = sorted(file_mappings(copies) - before)
     stream: WeightStream | None = None
@@ -254,7 +255,8 @@ def _repacks_weights(
         skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers, experts)
         library().llama_model_free(skeleton)
     # llama.cpp reports its buffers only in its log.
-    return any("_REPACK model buffer" in line for line in lines)
+    buffers = [f" {layout} model buffer" for layout in layout_names()]
+    return any(buffer in line for buffer in buffers for line in lines)
 
 
 def load_skeleton(paths: Paths, gpu_layers: int | None, experts: int = 0) -> Any:
@@ -286,9 +288,8 @@ def model_params(gpu_layers: int | None = None) -> Any:
         # Use no GPU at all. Otherwise, llama.cpp would still run long prompts on it, with different rounding
         # errors than on the CPU, and would not repack the weights for this CPU.
         params.split_mode, params.main_gpu = lib.LLAMA_SPLIT_MODE_NONE, -1
-    # llama.cpp's AMX kernels crash when compiled with GCC 12, which drops the code that fills in the tile
-    # configuration. They can only be disabled together with all other repacked weight layouts.
-    params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+    # llama.cpp reads its layouts when it loads the model.
+    choose_layouts()
     return params
 
 

@@ -48,15 +48,17 @@ class GgmlProducts:
 
     Args:
         threads: Returns the number of CPU threads to use for the next product.
+        layout: Address of the ggml buffer type that stores the matrices. None leaves them as they are in the
+            file.
     """
 
-    def __init__(self, threads: Callable[[], int]) -> None:
+    def __init__(self, threads: Callable[[], int], layout: int | None = None) -> None:
         self._lib, self._threads, self._lock = ggml(), threads, threading.Lock()
         self._backend = self._lib.ggml_backend_init_by_type(_CPU, None)
         weakref.finalize(self, self._lib.ggml_backend_free, self._backend)
-        self._allocator = self._lib.ggml_gallocr_new(
-            self._lib.ggml_backend_get_default_buffer_type(self._backend)
-        )
+        plain = self._lib.ggml_backend_get_default_buffer_type(self._backend)
+        self._layout = layout or plain
+        self._allocator = self._lib.ggml_gallocr_new(plain)
         weakref.finalize(self, self._lib.ggml_gallocr_free, self._allocator)
         device = self._lib.ggml_backend_get_device(self._backend)
         # Look up the function through ggml, because ctypes cannot find the symbol if llama.cpp loads the CPU
@@ -97,7 +99,7 @@ class GgmlProducts:
         data = np.ascontiguousarray(data)
         context = self._described()
         matrix = self._lib.ggml_new_tensor_2d(context, kind, inputs, outputs)
-        buffer = self._lib.ggml_backend_alloc_ctx_tensors(context, self._backend)
+        buffer = self._lib.ggml_backend_alloc_ctx_tensors_from_buft(context, self._layout)
         if not buffer:
             self._lib.ggml_free(context)
             raise OutOfMemoryError(

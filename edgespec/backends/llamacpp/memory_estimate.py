@@ -162,7 +162,9 @@ class GgufMemoryEstimator:
 
     def _streamable_layers(self) -> Sequence[LayerRanges]:
         if self._streamable is None:
-            self._streamable = [] if self._split or not can_stream() else streamable_layers(Path(self._path))
+            # Whether the load options allow streaming is up to the planner.
+            can_run = can_stream(gpu_layers=0) and not self._split
+            self._streamable = streamable_layers(Path(self._path)) if can_run else []
         return self._streamable
 
     def streamed_bytes(self, options: LoadOptions) -> dict[int, int]:
@@ -250,6 +252,8 @@ class GgufMemoryEstimator:
             return ""
         if not any(map(expert_bytes, self._files)):
             return f"{self.name} has no experts"
+        if options.streamed_layers:
+            return "a model that is larger than memory runs on the CPU only"
         if options.gpu_layers == 0:
             return "--gpu-layers 0 runs the model on the CPU only"
         return "llama.cpp cannot use a GPU on this machine" if not self.layers and on_cpu(options) else ""

@@ -22,16 +22,24 @@ from types import ModuleType
 from typing import Any
 
 from edgespec.errors import BackendError, BackendMissingError, ConfigurationError
-from edgespec.system.files import log_folder, make_private_folder, regular_file_bytes, touch_private
+from edgespec.system.files import (
+    file_state,
+    log_folder,
+    make_private_folder,
+    regular_file_bytes,
+    touch_private,
+)
 from edgespec.system.installation import setup_command
 
 __all__ = [
     "ContextParams",
+    "DeviceProperties",
     "GpuLibrary",
     "Interrupt",
     "captured_log",
     "ggml",
     "library",
+    "library_identity",
     "library_path",
     "load_gpu_library",
     "recent_errors",
@@ -151,6 +159,21 @@ class ContextParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
+class DeviceProperties(ctypes.Structure):
+    """ggml's `ggml_backend_dev_props`. Its fields are named as there."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        # Room for the capabilities, and for fields that later versions may add.
+        ("others", ctypes.c_byte * 256),
+    )
+
+
 @cache
 def ggml() -> Any:
     """Return the ggml library, with declarations of the C functions that llama_cpp does not declare.
@@ -164,10 +187,12 @@ def ggml() -> Any:
     for name, result, arguments in (
         ("ggml_backend_dev_count", size, []),
         ("ggml_backend_dev_get", pointer, [size]),
+        ("ggml_backend_dev_by_type", pointer, [ctypes.c_int]),
         ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_description", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, *[ctypes.POINTER(size)] * 2]),
+        ("ggml_backend_dev_get_props", None, [pointer, ctypes.POINTER(DeviceProperties)]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
         ("ggml_backend_init_by_type", pointer, [ctypes.c_int, ctypes.c_char_p]),
@@ -175,7 +200,9 @@ def ggml() -> Any:
         ("ggml_backend_get_device", pointer, [pointer]),
         ("ggml_backend_get_default_buffer_type", pointer, [pointer]),
         ("ggml_backend_cpu_buffer_type", pointer, []),
+        ("ggml_backend_buft_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
+        ("ggml_backend_alloc_ctx_tensors_from_buft", pointer, [pointer, pointer]),
         ("ggml_backend_buffer_free", None, [pointer]),
         ("ggml_backend_tensor_set", None, [pointer, pointer, size, size]),
         ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
@@ -356,6 +383,15 @@ def library_path(llama_cpp: ModuleType, name: str) -> Path:
     """Return the path of an extra library, such as `rpc`, for this version of llama-cpp-python."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
     return Path(str(llama_cpp.__file__)).parent / "lib" / f"libggml-{name}-{llama_cpp.__version__}.{suffix}"
+
+
+def library_identity() -> tuple[list[str], str]:
+    """Return values that identify the llama.cpp build: the states of its files, and its CPU features."""
+    lib = library()
+    folder = Path(lib.__file__ or "").parent / "lib"
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    features = lib.llama_print_system_info().decode("utf-8", "replace")
+    return [file_state(file) for file in files if file.is_file()], features
 
 
 @cache

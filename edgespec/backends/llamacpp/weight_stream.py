@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, CancelledError, CapabilityError, EdgespecError
 from edgespec.model.base import LoadOptions, Progress
@@ -91,9 +92,17 @@ class LayerRanges(NamedTuple):
         return sum(each.size_bytes for each in self.ranges)
 
 
-def can_stream() -> bool:
-    """Return whether this system can stream weights, which requires Linux and all layers on the CPU."""
-    return sys.platform == "linux" and not library().llama_supports_gpu_offload()
+def can_stream(gpu_layers: int | None = None) -> bool:
+    """Return whether this system can stream weights, which requires Linux and all layers on the CPU.
+
+    A GPU that shares main memory gives a model no more room, so a model that is streamed does not use it.
+    See `LoadOptions` for `gpu_layers`.
+    """
+    return sys.platform == "linux" and (
+        gpu_layers == 0
+        or not library().llama_supports_gpu_offload()
+        or (gpu_layers is None and not has_own_memory())
+    )
 
 
 def streamable_layers(path: Path) -> list[LayerRanges]:
