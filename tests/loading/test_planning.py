@@ -22,12 +22,13 @@ from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
-from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
+from edgespec.loading.planning import LoadPlan, PlanRequest, budget_for, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.memory import Budget
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Adapter
+from edgespec.model.registry import backend_of
 from edgespec.store.catalogue import models_folder
 from edgespec.store.reference import resolve
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -308,6 +309,13 @@ def test_too_many_layers_on_the_gpu_are_advised_against(small_card: None) -> Non
         edgespec.load("demo", "none", gpu_layers=99, **options)
     (layers,) = re.findall(r"--gpu-layers (\d+) or less", error.value.next_step)
     assert edgespec.plan("demo", "none", gpu_layers=int(layers), **options).plan.fits
+
+
+@pytest.mark.parametrize("formats", [("gguf",), ("gguf", "gguf"), ("mlx", "gguf")])
+def test_the_gpu_of_either_model_has_a_budget(small_card: None, formats: tuple[str, ...]) -> None:
+    arguments = DraftingOptions.of(reserve="0").arguments
+    assert budget_for([backend_of(each) for each in formats], arguments).gpu_bytes == 20 * 2**20
+    assert budget_for([backend_of("mlx")], arguments).gpu_bytes is None
 
 
 @pytest.fixture
