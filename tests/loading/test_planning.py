@@ -288,8 +288,16 @@ def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("given", "layers"), [(None, 3), (0, 0), (9, 9)])
 def test_the_draft_model_can_have_its_own_number_of_layers_on_the_gpu(given: int | None, layers: int) -> None:
-    drafting = DraftingOptions.of(method="model", draft_gpu_layers=given)
+    drafting = DraftingOptions.of(method="model", gpu_layers=3, draft_gpu_layers=given)
     options = draft_load_options(LoadOptions(gpu_layers=3), drafting, 512, None)
+    assert options.gpu_layers == layers
+
+
+@pytest.mark.parametrize(("planned", "layers"), [(None, None), (3, None), (0, 0)])
+def test_the_draft_model_stays_on_the_gpu_when_the_plan_moves_layers_of_the_target(
+    planned: int | None, layers: int | None
+) -> None:
+    options = draft_load_options(LoadOptions(gpu_layers=planned), DraftingOptions.of(), 512, None)
     assert options.gpu_layers == layers
 
 
