@@ -326,6 +326,22 @@ def test_the_gpu_of_either_model_has_a_budget(small_card: None, formats: tuple[s
     assert budget_for([backend_of("mlx")], arguments).gpu_bytes is None
 
 
+def test_cards_of_different_sizes_hold_less_than_one_card_of_their_size(
+    small_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"context": 4096, "kv_type": "f16", "reserve": "0", "headroom": "0"}
+    one = edgespec.plan("demo", "none", **options).plan
+    sizes = 15 * 2**20, 5 * 2**20
+    two_cards = tuple(Gpu(f"GPU{i}", "card", size, size, has_own_memory=True) for i, size in enumerate(sizes))
+    monkeypatch.setattr(devices, "cards", lambda: two_cards)
+    two = edgespec.plan("demo", "none", **options).plan
+    assert two.fits
+    assert two.budget.gpu_bytes == one.budget.gpu_bytes
+    used = [sum(i.bytes for i in plan.items if (i.kind, i.pool) == ("weights", "gpu")) for plan in (one, two)]
+    assert 0 < used[1] <= used[0]
+    assert any(item.kind == "unusable" for item in two.items)
+
+
 @pytest.fixture
 def moe(tmp_path: Path) -> Path:
     return write_moe(tmp_path / "moe.gguf", layers=64)
