@@ -222,7 +222,8 @@ class PairEstimator:
         for method in map(method_of_name, sorted(self._drafting.named_drafters)):
             size = method.estimate_bytes(pair.target, target.context_tokens) * options.parallel
             items += [Item(method.name, f"{method.name} drafter", "cache", size)] if size else []
-        items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
+        models_bytes = sum(item.bytes for item in items if item.kind != "unusable")
+        items += shared_items(models_bytes, self._process_bytes, self._headroom_bytes)
         return MemoryPlan(
             self._budget,
             target.context_tokens,

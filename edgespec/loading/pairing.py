@@ -378,9 +378,13 @@ def draft_load_options(
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     gpu_layers = drafting.arguments["draft_gpu_layers"]
+    if gpu_layers is None:
+        # If the planner moved some of the target's layers to main memory, the draft model stays on the GPU,
+        # because it runs several times in each round. If the target left the GPU, it was too small.
+        gpu_layers = 0 if options.gpu_layers == 0 else drafting.arguments["gpu_layers"]
     return replace(
         options.for_draft(),
-        gpu_layers=options.gpu_layers if gpu_layers is None else gpu_layers,
+        gpu_layers=gpu_layers,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
         max_logit_rows=DRAFT_ROWS if adapts else None,

@@ -186,7 +186,8 @@ def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
         limit_malloc_arenas()
         for backend in backends:
             backend.preload()
-    cards = backends[0].graphics_cards()
+    # The models of a pair can have different backends, and each backend has its own list of the same cards.
+    cards = next(filter(None, (backend.graphics_cards() for backend in backends)), ())
     return find_budget(as_bytes(arguments["memory"]), cards, as_bytes(arguments["reserve"]))
 
 

@@ -8,11 +8,13 @@ __all__ = [
     "COPY_BYTES_PER_SECOND",
     "DEFAULT_RESERVE_BYTES",
     "DISK_CACHE_SHARE",
+    "DRAFT_READS",
     "FRESH_FILE_SECONDS",
     "FRESH_SEGMENT_SECONDS",
     "HEADROOM_SHARE",
     "IDLE_READ_TOKENS",
     "INITIAL_CONTEXT_TOKENS",
+    "MAIN_MEMORY_COST",
     "MAX_DISK_CACHE_BYTES",
     "MAX_MERGED_TOKENS",
     "MAX_PREFIX_CACHE_BYTES",
@@ -34,6 +36,7 @@ __all__ = [
     "SAVING_WINDOW_TOKENS",
     "SCORED_TOKENS",
     "SHORT_CONTEXT_TOKENS",
+    "TOKENS_PER_DRAFT",
 ]
 
 # --- Budget and plan (`budget.py`, `plan.py`, `fitting.py`) ---
@@ -54,6 +57,13 @@ SHORT_CONTEXT_TOKENS, MIN_CONTEXT_TOKENS = 2048, 512
 # The draft model's window in tokens if memory is low. The value was chosen to match a draft model's default
 # window.
 SAVING_WINDOW_TOKENS = 1024
+# How many times as long a pass takes to read a byte of weights from main memory as from a GPU's memory. The
+# value was chosen from the data sheets of common machines, because it is needed before a model is loaded: two
+# channels of DDR4 or DDR5 read 40 to 90 GB/s, and GPUs 300 to 1,000 GB/s.
+MAIN_MEMORY_COST = 10
+# Times that a draft model is read for a draft, and tokens that the pass over this draft then generates. The
+# values were chosen as a common draft length, and as what a mediocre draft model achieves with it.
+DRAFT_READS, TOKENS_PER_DRAFT = 4, 2
 
 # --- Context size (`context_resize.py`) ---
 

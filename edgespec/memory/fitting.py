@@ -6,13 +6,21 @@ Tries the least harmful reductions first, and never changes options set by the u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.memory.constants import MIN_CONTEXT_TOKENS, SAVING_WINDOW_TOKENS, SHORT_CONTEXT_TOKENS
+from edgespec.memory.constants import (
+    DRAFT_READS,
+    MAIN_MEMORY_COST,
+    MIN_CONTEXT_TOKENS,
+    SAVING_WINDOW_TOKENS,
+    SHORT_CONTEXT_TOKENS,
+    TOKENS_PER_DRAFT,
+)
 from edgespec.memory.plan import Decision, MemoryPlan
-from edgespec.model.memory_estimate import BLOCK_TOKENS
+from edgespec.model.memory_estimate import BLOCK_TOKENS, Pool
 
 __all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget", "stream_least"]
 
@@ -34,15 +42,13 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` refers to `context_tokens`."""
 
+# What drafts tokens. The planner drops them in this order: heads last, because they need the least memory.
+_DRAFTERS: tuple[PlanOption, ...] = ("draft", "copy", "heads")
 # Load options to restore after a reduction, in this order, while memory allows.
-_RESTORABLE: tuple[PlanOption, ...] = (
-    "float32",
-    "kv_type",
-    "draft_form",
-    "draft_window",
-    "draft_kv_type",
-    "context",
-)
+_RESTORABLE: dict[Preference, tuple[PlanOption, ...]] = {
+    "speed": ("float32", *_DRAFTERS, "kv_type", "draft_form", "draft_window", "draft_kv_type", "context"),
+    "context": ("float32", "kv_type", "context", *_DRAFTERS, "draft_form", "draft_window", "draft_kv_type"),
+}
 # Effect of each KV cache format on quality. No figures are given, because they depend on the model.
 # `scripts/bench_kv_types.py` measures the effect.
 _QUALITY = {
@@ -103,6 +109,10 @@ def fit_to_budget(
 ) -> tuple[PlanChoice, MemoryPlan]:
     """Return the load options closest to `start` that fit the memory budget, and their memory plan.
 
+    The planner first tries to keep all layers on the GPUs. If that does not fit, or only without drafters, it
+    moves as many layers as necessary to main memory. Passes are then slower, so drafting saves more time, and
+    the drafters are kept if the expected speed is higher with them.
+
     Args:
         start: The preferred choice, before any reduction.
         plan: Returns the memory plan for a choice.
@@ -118,26 +128,105 @@ def fit_to_budget(
         OptionError: The model cannot be loaded with the options of `start`.
         MemoryBudgetError: There is not enough memory even to make an estimate.
     """
-    # Move experts to main memory first. This slows down replies, but every other reduction takes something
-    # away from the user.
-    choice = start if "experts" in fixed else _with_fewest_experts_in_memory(start, plan)
-    passed = [start]
-    for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
-        if plan(choice).fits:
-            break
-        changed = replace(choice, **_values(name, lower))
-        if name not in fixed and _saves_memory(plan, choice, changed):
-            choice = changed
-            passed.append(choice)
-    if plan(choice).fits:
-        choice = choice if "experts" in fixed else _with_fewest_experts_in_memory(choice, plan)
-        choice = _restore_options(choice, passed, plan)
-        choice = _maximise_context(choice, start.context_tokens, plan)
+    steps = _steps(start, prefer, draft_forms)
+    can_move = gpu_layers > 0 and "gpu_layers" not in fixed
+
+    def place_experts(choice: PlanChoice) -> PlanChoice:
+        # Moving experts slows down replies, but every other reduction takes something away from the user.
+        return choice if "experts" in fixed else _with_fewest_experts_in_memory(choice, plan)
+
+    def place_layers(choice: PlanChoice) -> PlanChoice:
+        return _with_most_layers_on_gpu(choice, start, gpu_layers, plan, place_experts)
+
+    # A long context is worth more than layers on the GPU to a user who prefers it.
+    keeps_context = can_move and prefer == "context"
+    choice = _reduce(start, steps, {*fixed, "context"} if keeps_context else fixed, plan, place_experts)
+    is_whole = _fits(plan, choice) and all(
+        _values(name, choice) == _values(name, start) for name in _DRAFTERS
+    )
+    if can_move and not is_whole:
+        moved = replace(start, gpu_layers=0)
+        if prefer == "speed" and "context" not in fixed:
+            # A long context would take GPU memory from the layers even while it is unused.
+            moved = replace(moved, context_tokens=min(start.context_tokens, SHORT_CONTEXT_TOKENS))
+        drafting = _reduce(moved, steps, {*fixed, *_DRAFTERS}, plan, place_layers)
+        if _fits(plan, drafting) and _drafting_pays(plan(drafting), plan(start)):
+            choice = drafting
+        elif not _fits(plan, choice):
+            none = replace(start, draft=False, copy=False, heads=0)
+            for name in set(_DRAFTERS) - fixed:
+                moved = replace(moved, **_values(name, none))
+            choice = _reduce(moved, steps, fixed, plan, place_layers)
+    if _fits(plan, choice):
+        choice = _restore_options(choice, start, steps, prefer, plan)
     if start.draft and not choice.draft:
         unused: tuple[PlanOption, ...] = ("draft_window", "draft_kv_type", "draft_form")
         for name in unused:
             choice = replace(choice, **_values(name, start))
     return choice, replace(plan(choice), decisions=_decisions(start, choice, plan))
+
+
+def _reduce(
+    choice: PlanChoice,
+    steps: Sequence[_Step],
+    fixed: AbstractSet[PlanOption],
+    plan: _Plan,
+    place: Callable[[PlanChoice], PlanChoice],
+) -> PlanChoice:
+    """Return `choice` after as few reductions as are necessary, or after all of them if it never fits.
+
+    Args:
+        choice: The choice to reduce.
+        steps: The reductions to try, in order.
+        fixed: Options that must not change.
+        plan: Returns the memory plan for a choice.
+        place: Divides the model between the GPUs and main memory. Its result is what has to fit.
+    """
+    placed = place(choice)
+    for name, lower in steps:
+        if _fits(plan, placed):
+            break
+        value = _values(name, lower)
+        # Memory that a reduction frees on the GPUs can be filled with layers, which frees main memory.
+        if name not in fixed and any(
+            _saves_memory(plan, each, replace(each, **value)) for each in (choice, placed)
+        ):
+            choice = replace(choice, **value)
+            placed = place(choice)
+    return placed
+
+
+def _drafting_pays(drafting: MemoryPlan, whole: MemoryPlan) -> bool:
+    """Return whether replies are expected to be faster with the drafters than without them.
+
+    Without the drafters, their GPU memory would hold layers that are in main memory with them. The time of a
+    pass is estimated from the sizes of the weights that it reads.
+
+    Args:
+        drafting: A plan with drafters and with layers in main memory.
+        whole: The plan with all layers on the GPUs.
+    """
+    drafters = [item for item in drafting.items if item.role not in ("target", "projector")]
+    # Some weights are in main memory anyway, such as the token embedding.
+    moved_bytes = _target_weights(drafting, "memory") - _target_weights(whole, "memory")
+    room_bytes = drafting.free_bytes("gpu") + sum(each.bytes for each in drafters if each.pool == "gpu")
+    draft_bytes = sum(
+        each.bytes * (1 if each.pool == "gpu" else MAIN_MEMORY_COST)
+        for each in drafters
+        if each.kind == "weights"
+    )
+    target_bytes, slowdown = _target_weights(drafting, "memory", "gpu"), MAIN_MEMORY_COST - 1
+    with_drafters = target_bytes + slowdown * moved_bytes + DRAFT_READS * draft_bytes
+    without = target_bytes + slowdown * max(0, moved_bytes - room_bytes)
+    return with_drafters < TOKENS_PER_DRAFT * without
+
+
+def _target_weights(plan: MemoryPlan, *pools: Pool) -> int:
+    return sum(
+        item.bytes
+        for item in plan.items
+        if (item.role, item.kind) == ("target", "weights") and item.pool in pools
+    )
 
 
 def stream_least(choice: PlanChoice, plan: _Plan) -> PlanChoice:
@@ -153,14 +242,40 @@ def _with_fewest_experts_in_memory(choice: PlanChoice, plan: _Plan) -> PlanChoic
     experts = plan(choice).experts
     if experts is None:
         return choice
+    if not _fits_on_gpu(plan, most := replace(choice, experts=experts.layers)):
+        return most
+    return replace(
+        choice,
+        experts=_fewest(experts.layers, lambda count: _fits_on_gpu(plan, replace(choice, experts=count))),
+    )
 
-    def fits_on_gpu(count: int) -> bool:
-        try:
-            return plan(replace(choice, experts=count)).free_bytes("gpu") >= 0
-        except (OptionError, MemoryBudgetError):
-            return False
 
-    return replace(choice, experts=_fewest(experts.layers, fits_on_gpu))
+def _with_most_layers_on_gpu(
+    choice: PlanChoice,
+    start: PlanChoice,
+    layers: int,
+    plan: _Plan,
+    place_experts: Callable[[PlanChoice], PlanChoice],
+) -> PlanChoice:
+    """Return the choice with as many layers on the GPUs as fit there alongside everything else.
+
+    Args:
+        choice: A choice without layers on the GPUs.
+        start: The choice with all layers there that may be there.
+        layers: The model's number of layers.
+        plan: Returns the memory plan for a choice.
+        place_experts: Moves experts to main memory, which is better than moving whole layers.
+    """
+    if not _could_fit(plan, choice):
+        return choice  # Trying numbers of layers would take long, because each one opens the model again.
+    whole = place_experts(replace(choice, gpu_layers=start.gpu_layers))
+    # llama.cpp counts the output layer as one more layer.
+    most = layers + 1 if start.gpu_layers is None else min(start.gpu_layers, layers + 1)
+
+    def without(moved: int) -> PlanChoice:
+        return replace(whole, gpu_layers=most - moved) if moved else whole
+
+    return without(_fewest(most, lambda moved: _fits_on_gpu(plan, without(moved))))
 
 
 def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
@@ -176,8 +291,21 @@ def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
 
 
 def _fits(plan: _Plan, choice: PlanChoice) -> bool:
+    return _satisfies(plan, choice, lambda planned: planned.fits)
+
+
+def _fits_on_gpu(plan: _Plan, choice: PlanChoice) -> bool:
+    return _satisfies(plan, choice, lambda planned: planned.free_bytes("gpu") >= 0)
+
+
+def _could_fit(plan: _Plan, choice: PlanChoice) -> bool:
+    """Return whether a choice could fit if its layers were divided between main memory and the GPUs."""
+    return _satisfies(plan, choice, lambda planned: planned.total_bytes <= planned.budget.total_bytes)
+
+
+def _satisfies(plan: _Plan, choice: PlanChoice, condition: Callable[[MemoryPlan], bool]) -> bool:
     try:
-        return plan(choice).fits
+        return condition(plan(choice))
     except (OptionError, MemoryBudgetError):
         return False
 
@@ -197,11 +325,10 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
     return {field: getattr(choice, field)}
 
 
-def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
+def _steps(start: PlanChoice, prefer: Preference, draft_forms: Sequence[str]) -> list[_Step]:
     """Return the reductions to try, in order: which option to reduce, and to what value."""
     short = replace(start, context_tokens=min(start.context_tokens, SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, MIN_CONTEXT_TOKENS))
-    # Drop heads last, because they need the least memory.
     no_drafter: list[_Step] = [
         ("draft", replace(start, draft=False)),
         ("copy", replace(start, copy=False)),
@@ -217,24 +344,23 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
         ("draft_window", replace(start, draft_window=SAVING_WINDOW_TOKENS)),
         ("kv_type", replace(start, kv_type="q4_0")),
     ]
-    now = layers + 1 if start.gpu_layers is None else min(start.gpu_layers, layers + 1)
-    cards: list[_Step] = [
-        ("gpu_layers", replace(start, gpu_layers=fewer))
-        for eighth in range(7, -1, -1)
-        if layers and (fewer := (layers + 1) * eighth // 8) < now
-    ]
     if prefer == "speed":
-        return [("context", short), *cache, *forms, ("context", shortest), *no_drafter, keep_16_bit, *cards]
-    return [keep_16_bit, *cache, *forms, *no_drafter, *cards, ("context", short), ("context", shortest)]
+        return [("context", short), *cache, *forms, ("context", shortest), *no_drafter, keep_16_bit]
+    return [keep_16_bit, *cache, *forms, *no_drafter, ("context", short), ("context", shortest)]
 
 
-def _restore_options(choice: PlanChoice, passed: list[PlanChoice], plan: _Plan) -> PlanChoice:
-    for name in _RESTORABLE:
-        for earlier in passed:
+def _restore_options(
+    choice: PlanChoice, start: PlanChoice, steps: Sequence[_Step], prefer: Preference, plan: _Plan
+) -> PlanChoice:
+    """Return the choice with every option restored as far as memory allows."""
+    for name in _RESTORABLE[prefer]:
+        for earlier in (start, *(lower for step, lower in steps if step == name)):
             restored = replace(choice, **_values(name, earlier))
             if restored == choice or _fits(plan, restored):
                 choice = restored
                 break
+        if name == "context":
+            choice = _maximise_context(choice, start.context_tokens, plan)
     return choice
 
 

@@ -24,6 +24,7 @@ _NAMES: dict[ModelMemoryKind, str] = {
     "weights": "weights",
     "cache": "cache",
     "compute": "compute buffers",
+    "unusable": "uneven division between GPUs",
     "output": "logits",
     "vocabulary": "vocabulary",
 }

@@ -6,7 +6,7 @@ Constants for when to draft are in `methods/auto/constants.py`, and constants fo
 
 from __future__ import annotations
 
-from edgespec.store.constants import COST_PER_ROW
+from edgespec.store.constants import MAX_ASSUMED_RATE
 
 __all__ = [
     "ACCEPTANCE_DECAY",
@@ -189,7 +189,9 @@ MIN_TRAINED_AGREEMENT = 0.6
 # Number of reply tokens on which the agreement of an exit layer is measured, chosen to keep the measurement
 # short.
 AGREEMENT_TOKENS = 96
-# A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from
-# `COST_PER_ROW`: with a larger copy, drafting costs more than it saves even if every drafted token is
-# accepted.
-MAX_COPY_SHARE = 1.0 - COST_PER_ROW
+# A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from the best
+# case on any machine, because it also decides whether to make a copy, before anything can be measured: even
+# if checking a drafted token took no time, and `MAX_ASSUMED_RATE` of the tokens were accepted, drafting with
+# a larger copy would be faster by less than 5 %. `auto` decides by measured times whether to draft with a
+# copy.
+MAX_COPY_SHARE = (1.0 + MAX_ASSUMED_RATE) / 1.05 - 1.0

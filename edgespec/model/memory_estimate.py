@@ -39,13 +39,14 @@ __all__ = [
 THIS_MACHINE = "this machine"
 """The name of the target's own machine in `MachineShare.name` and in the JSON output."""
 
-ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
+ModelMemoryKind = Literal["weights", "cache", "compute", "unusable", "output", "vocabulary"]
 MODEL_MEMORY_KINDS: tuple[ModelMemoryKind, ...] = get_args(ModelMemoryKind)
 """The purposes for which a model uses memory.
 
 - weights: the model's tensors.
 - cache: KV caches and recurrent states, for a full context.
 - compute: buffers for intermediate results of the widest pass.
+- unusable: memory that stays free on some of several GPUs, because layers are divided unevenly.
 - output: logits of the widest verify pass.
 - vocabulary: the text of each token, and the tokenizer's lookup tables.
 """

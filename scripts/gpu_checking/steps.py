@@ -296,4 +296,5 @@ def _is_measured(api: str, gpu_layers: int | None, pool: str, item_kind: str) ->
     if api not in ("cuda", "vulkan"):
         return pool == "memory" and item_kind not in ("process", "headroom")
     # Vulkan's log also contains the main memory through which the CPU exchanges data with the GPU.
-    return pool == "gpu" or (api == "vulkan" and gpu_layers != 0 and item_kind == "compute")
+    is_on_gpu = pool == "gpu" and item_kind != "unusable"
+    return is_on_gpu or (api == "vulkan" and gpu_layers != 0 and item_kind == "compute")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgespec.backends.llamacpp import devices, head_loading, memory_estimate
-from edgespec.backends.llamacpp.devices import cards, device_split
+from edgespec.backends.llamacpp.devices import (
+    Gpu,
+    cards,
+    device_split,
+    offloaded_bytes,
+    unusable_bytes,
+)
 from edgespec.backends.llamacpp.eagle import estimate_head
 from edgespec.backends.llamacpp.loading import load_skeleton
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
@@ -61,6 +71,48 @@ def test_nothing_is_offloaded_without_gpu_layers() -> None:
     assert device_split(_path(), 0, None) == (0, 0.0, 0)
     assert device_split(_path(), _LAYERS, 0) == (0, 0.0, 0)
     assert all(card.free_bytes <= card.total_bytes for card in cards())
+
+
+def test_a_gpu_that_shares_main_memory_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp does not use it either if there is a GPU with memory of its own."""
+    shared = Gpu("Vulkan0", "in the processor", 10, 10, has_own_memory=False)
+    own = Gpu("Vulkan1", "card", 20, 20, has_own_memory=True)
+    monkeypatch.setattr(devices, "gpus", lambda: (shared, own))
+    assert cards() == (own,)
+    assert unusable_bytes([5, 5], {"Vulkan1": 3}) == 0
+
+
+@pytest.mark.parametrize("gpu_layers", [None, 1, 5])
+@pytest.mark.parametrize("path", [_path(), [_path()]])
+def test_the_sizes_of_offloaded_layers_add_up(path: str | list[str], gpu_layers: int | None) -> None:
+    sizes = offloaded_bytes(path, _LAYERS, gpu_layers)
+    assert len(sizes) == (gpu_layers or _LAYERS + 1)
+    assert min(sizes) > 0
+    assert sum(sizes) == device_split(path, _LAYERS, gpu_layers)[0]
+
+
+@given(
+    st.lists(st.integers(0, 10_000), min_size=1, max_size=4),
+    st.lists(st.integers(0, 1_000), min_size=1, max_size=40),
+    st.integers(0, 500),
+)
+def test_layers_that_fit_on_several_gpus_together_fit_on_each_of_them(
+    free: list[int], layers: list[int], buffer_bytes: int
+) -> None:
+    found = tuple(Gpu(f"GPU{i}", "card", size, size, has_own_memory=True) for i, size in enumerate(free))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "cards", lambda: found)
+        compute = {card.name: buffer_bytes for card in found if card.free_bytes} | {"CPU": 1}
+        unusable = unusable_bytes(layers, compute)
+    used = [compute.get(card.name, 0) for card in found]
+    ends = list(accumulate(free))
+    for number, size in enumerate(layers):  # as llama.cpp divides them
+        used[min(bisect_right(ends, number * sum(free) / len(layers)), len(free) - 1)] += size
+    assert unusable >= 0
+    if len(found) == 1:
+        assert unusable == 0
+    if sum(free) and sum(used) + unusable <= sum(free):
+        assert all(size <= room for size, room in zip(used, free, strict=True) if room)
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

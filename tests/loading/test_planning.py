@@ -22,12 +22,13 @@ from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
-from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
+from edgespec.loading.planning import LoadPlan, PlanRequest, budget_for, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.memory import Budget
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Adapter
+from edgespec.model.registry import backend_of
 from edgespec.store.catalogue import models_folder
 from edgespec.store.reference import resolve
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -287,8 +288,16 @@ def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("given", "layers"), [(None, 3), (0, 0), (9, 9)])
 def test_the_draft_model_can_have_its_own_number_of_layers_on_the_gpu(given: int | None, layers: int) -> None:
-    drafting = DraftingOptions.of(method="model", draft_gpu_layers=given)
+    drafting = DraftingOptions.of(method="model", gpu_layers=3, draft_gpu_layers=given)
     options = draft_load_options(LoadOptions(gpu_layers=3), drafting, 512, None)
+    assert options.gpu_layers == layers
+
+
+@pytest.mark.parametrize(("planned", "layers"), [(None, None), (3, None), (0, 0)])
+def test_the_draft_model_stays_on_the_gpu_when_the_plan_moves_layers_of_the_target(
+    planned: int | None, layers: int | None
+) -> None:
+    options = draft_load_options(LoadOptions(gpu_layers=planned), DraftingOptions.of(), 512, None)
     assert options.gpu_layers == layers
 
 
@@ -308,6 +317,29 @@ def test_too_many_layers_on_the_gpu_are_advised_against(small_card: None) -> Non
         edgespec.load("demo", "none", gpu_layers=99, **options)
     (layers,) = re.findall(r"--gpu-layers (\d+) or less", error.value.next_step)
     assert edgespec.plan("demo", "none", gpu_layers=int(layers), **options).plan.fits
+
+
+@pytest.mark.parametrize("formats", [("gguf",), ("gguf", "gguf"), ("mlx", "gguf")])
+def test_the_gpu_of_either_model_has_a_budget(small_card: None, formats: tuple[str, ...]) -> None:
+    arguments = DraftingOptions.of(reserve="0").arguments
+    assert budget_for([backend_of(each) for each in formats], arguments).gpu_bytes == 20 * 2**20
+    assert budget_for([backend_of("mlx")], arguments).gpu_bytes is None
+
+
+def test_cards_of_different_sizes_hold_less_than_one_card_of_their_size(
+    small_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"context": 4096, "kv_type": "f16", "reserve": "0", "headroom": "0"}
+    one = edgespec.plan("demo", "none", **options).plan
+    sizes = 15 * 2**20, 5 * 2**20
+    two_cards = tuple(Gpu(f"GPU{i}", "card", size, size, has_own_memory=True) for i, size in enumerate(sizes))
+    monkeypatch.setattr(devices, "cards", lambda: two_cards)
+    two = edgespec.plan("demo", "none", **options).plan
+    assert two.fits
+    assert two.budget.gpu_bytes == one.budget.gpu_bytes
+    used = [sum(i.bytes for i in plan.items if (i.kind, i.pool) == ("weights", "gpu")) for plan in (one, two)]
+    assert 0 < used[1] <= used[0]
+    assert any(item.kind == "unusable" for item in two.items)
 
 
 @pytest.fixture

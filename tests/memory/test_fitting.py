@@ -20,7 +20,7 @@ from edgespec.memory import (
     Preference,
     fit_to_budget,
 )
-from edgespec.model.memory_estimate import ExpertShares
+from edgespec.model.memory_estimate import ExpertShares, Pool
 
 _KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}
 _WEIGHTS, _WIDENED, _DRAFT, _DRAFT_KV, _LAYERS = 50_000, 4_000, 9_000, 2, 16
@@ -209,6 +209,128 @@ class TestExperts:
         choice, plan = self._fit(_LAYERS * self._REST * 2, start, frozenset({"experts", "gpu_layers"}))
         assert choice.experts == 3
         assert not plan.fits
+
+
+class TestDraftersOnTheCard:
+    """A card, and a target whose layers can move to main memory, with a draft model or heads on the card."""
+
+    _LAYER, _OUTPUT = 3_000, 2_000
+    _TARGET = _LAYERS * _LAYER + _OUTPUT
+
+    def _measure(
+        self, choice: PlanChoice, budget: Budget, draft_bytes: int, head_bytes: int = 0
+    ) -> MemoryPlan:
+        most = _LAYERS + 1
+        there = most if choice.gpu_layers is None else min(most, choice.gpu_layers)
+        on_card = max(0, there - 1) * self._LAYER + bool(there) * self._OUTPUT
+        cache = choice.context_tokens * _KV_BYTES[choice.kv_type] // 8
+        cache_on_card = cache * max(0, there - 1) // _LAYERS
+        drafters_at: Pool = "gpu" if there else "memory"
+        items = (
+            Item("target", "target weights", "weights", self._TARGET - on_card),
+            Item("target", "target weights", "weights", on_card, "gpu"),
+            Item("target", "target cache", "cache", cache - cache_on_card),
+            Item("target", "target cache", "cache", cache_on_card, "gpu"),
+            *((Item("draft", "draft weights", "weights", draft_bytes, drafters_at),) if choice.draft else ()),
+            Item("head", "head weights", "weights", head_bytes * choice.heads, drafters_at),
+        )
+        return MemoryPlan(budget, choice.context_tokens, "f16", items)
+
+    def _fit(
+        self,
+        card_bytes: int,
+        draft_bytes: int,
+        start: PlanChoice = START,
+        fixed: frozenset[PlanOption] = frozenset(),
+        prefer: Preference = "speed",
+        head_bytes: int = 0,
+    ) -> tuple[PlanChoice, MemoryPlan]:
+        budget = Budget(1_000_000, "here", gpu_bytes=card_bytes)
+        plan = partial(self._measure, budget=budget, draft_bytes=draft_bytes, head_bytes=head_bytes)
+        return fit_to_budget(start, plan, fixed=fixed, prefer=prefer, gpu_layers=_LAYERS)
+
+    def test_a_small_draft_model_is_worth_a_few_layers_on_the_cpu(self) -> None:
+        choice, plan = self._fit(self._TARGET + 512 * 2, self._TARGET // 25)
+        assert choice.draft
+        assert choice.gpu_layers == _LAYERS + 1 - 2  # The draft model and the context need some memory too.
+        assert plan.fits
+
+    def test_a_large_draft_model_is_dropped_if_the_whole_target_then_fits_on_the_card(self) -> None:
+        choice, plan = self._fit(self._TARGET + 512 * 2, self._TARGET // 4)
+        assert (choice.draft, choice.gpu_layers) == (False, None)
+        assert plan.fits
+
+    def test_a_large_draft_model_is_kept_if_many_layers_are_on_the_cpu_anyway(self) -> None:
+        choice, plan = self._fit(self._TARGET // 2, self._TARGET // 8)
+        assert choice.draft
+        assert choice.gpu_layers is not None
+        assert plan.fits
+        assert [each.what.split()[0] for each in plan.decisions] == ["a", "only"]
+
+    def test_heads_are_kept_with_layers_on_the_cpu(self) -> None:
+        start = replace(START, draft=False, heads=2)
+        choice, _ = self._fit(self._TARGET // 2, 0, start, head_bytes=500)
+        assert choice.heads == 2
+
+    def test_moving_layers_changes_neither_the_cache_nor_a_preferred_context(self) -> None:
+        choice, _ = self._fit(self._TARGET // 2, 0, prefer="context")
+        assert choice == replace(START, gpu_layers=choice.gpu_layers)
+        choice, _ = self._fit(self._TARGET // 2, 0)
+        assert (choice.kv_type, choice.context_tokens >= 2048) == ("auto", True)
+
+    def test_a_draft_model_that_does_not_fit_on_the_card_takes_no_layers_from_it(self) -> None:
+        choice, plan = self._fit(self._TARGET // 4, self._TARGET // 3)
+        assert not choice.draft
+        assert choice.gpu_layers
+        assert plan.fits
+
+    @given(
+        st.integers(0, 80_000),
+        st.integers(0, 5_000),
+        st.integers(0, 30_000),
+        st.sampled_from(["speed", "context"]),
+        st.sets(st.sampled_from(["context", "kv_type", "draft"])),
+    )
+    def test_layers_and_drafters_on_cards_of_all_sizes(
+        self,
+        card_bytes: int,
+        more_bytes: int,
+        draft_bytes: int,
+        prefer: Preference,
+        fixed: set[PlanOption],
+    ) -> None:
+        choice, plan = self._fit(card_bytes, draft_bytes, fixed=frozenset(fixed), prefer=prefer)
+        assert plan.fits  # Main memory is large enough for everything.
+        assert all(plan.planned_bytes(pool) <= plan.budget_bytes(pool) for pool in plan.pools)
+
+        def fits(other: PlanChoice) -> bool:
+            return self._measure(other, plan.budget, draft_bytes).fits
+
+        if choice.gpu_layers is not None:
+            assert not fits(replace(choice, gpu_layers=choice.gpu_layers + 1))
+        if not choice.draft:
+            assert not fits(replace(choice, draft=True))
+        larger, _ = self._fit(card_bytes + more_bytes, draft_bytes, fixed=frozenset(fixed), prefer=prefer)
+        most = _LAYERS + 1
+        layers, more_layers = (most if it.gpu_layers is None else it.gpu_layers for it in (choice, larger))
+        # A draft model that has become small enough for the card can take layers from it.
+        assert more_layers >= layers or (larger.draft and not choice.draft)
+
+
+def test_a_drafter_is_restored_if_later_reductions_leave_room_for_it() -> None:
+    """16-bit weights save more than the draft model needs, but are the last resort."""
+
+    def widened(choice: PlanChoice, budget_bytes: int = 0) -> MemoryPlan:
+        plan = within(budget_bytes)(choice)
+        more = Item("target", "target weights", "weights", 3 * _DRAFT if choice.float32 else 0)
+        return replace(plan, items=(*plan.items, more))
+
+    cheapest = replace(START, float32=False)
+    room = widened(cheapest).total_bytes
+    fixed: frozenset[PlanOption] = frozenset({"context", "kv_type", "draft_window"})
+    choice, plan = fit_to_budget(START, partial(widened, budget_bytes=room), fixed=fixed)
+    assert choice == cheapest
+    assert plan.fits
 
 
 _STEPS: list[PlanOption] = ["context", "kv_type", "draft_window", "float32", "draft"]

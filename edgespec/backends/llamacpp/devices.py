@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 from edgespec.backends.llamacpp.experts import expert_bytes
@@ -33,9 +34,11 @@ __all__ = [
     "gpus",
     "has_own_memory",
     "in_main_memory",
+    "offloaded_bytes",
     "on_cpu",
     "output_bytes",
     "place_layers",
+    "unusable_bytes",
 ]
 
 # Values of `enum ggml_backend_dev_type`.
@@ -137,28 +140,64 @@ def device_split(
     """
     if not layers or gpu_layers == 0:
         return 0, 0.0, 0
-    offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
-    on_gpu = tied_bytes = 0
-    if isinstance(paths, str):
-        tensors = _tensor_bytes(paths)
-    else:
-        tensors = [pair for file in map(Path, paths) for pair in tensor_bytes(file, read_header(file))]
-    tied = not any(name == "output.weight" for name, _ in tensors)
+    sizes = offloaded_bytes(paths, layers, gpu_layers, experts)
+    tensors = dict(_all_tensor_bytes(paths))
+    tied_bytes = 0 if "output.weight" in tensors else tensors.get("token_embd.weight", 0)
+    return sum(sizes), (len(sizes) - 1) / layers, tied_bytes
+
+
+def offloaded_bytes(
+    paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int = 0
+) -> list[int]:
+    """Return the weight bytes on the GPUs of each offloaded layer, with the output layer last.
+
+    The arguments and errors are the same as for `device_split`.
+    """
+    if not layers or gpu_layers == 0:
+        return []
+    first = layers - min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    tensors = _all_tensor_bytes(paths)
+    is_tied = not any(name == "output.weight" for name, _ in tensors)
+    output = ("output", "token_embd.weight") if is_tied else ("output",)
+    sizes = [0] * (layers - first + 1)
     for name, size_bytes in tensors:
         if match := _LAYER.match(name):
             # Skip multi-token prediction layers, which have higher indices and belong to the head.
-            on_gpu += size_bytes if layers - offloaded <= int(match[1]) < layers else 0
-        elif name.startswith("output"):
-            on_gpu += size_bytes
-        elif name == "token_embd.weight" and tied:
-            tied_bytes = size_bytes
-    if experts:
-        on_gpu -= sum(
-            size_bytes
-            for layer, size_bytes in list(expert_bytes(paths).items())[:experts]
-            if layers - offloaded <= layer < layers
-        )
-    return on_gpu + tied_bytes, offloaded / layers, tied_bytes
+            if first <= (layer := int(match[1])) < layers:
+                sizes[layer - first] += size_bytes
+        elif name.startswith(output):
+            sizes[-1] += size_bytes
+    for layer, size_bytes in list(expert_bytes(paths).items())[:experts] if experts else ():
+        if first <= layer < layers:
+            sizes[layer - first] -= size_bytes
+    return sizes
+
+
+def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> int:
+    """Return how much memory stays free on the other GPUs once the fullest one has no room left.
+
+    llama.cpp divides the offloaded layers between the GPUs in proportion to their free memory. It cannot
+    split a layer, the last GPU also gets the output layer, and each GPU needs a compute buffer of its own. A
+    plan that counts these bytes as used fits on every GPU if it fits in the sum of their memory.
+
+    Args:
+        layer_bytes: Size of each offloaded layer, including its KV cache. The output layer is the last one.
+        compute: Size of each compute buffer, keyed by the name of its device.
+    """
+    found = cards()
+    free_bytes = sum(card.free_bytes for card in found)
+    if len(found) < 2 or not free_bytes or not layer_bytes:
+        return 0
+    ends = list(accumulate(card.free_bytes / free_bytes for card in found))
+    used = [compute.get(card.name, 0) for card in found]
+    for number, size_bytes in enumerate(layer_bytes):
+        used[min(bisect_right(ends, number / len(layer_bytes)), len(used) - 1)] += size_bytes
+    needed = max(
+        -(-free_bytes * size_bytes // card.free_bytes)
+        for card, size_bytes in zip(found, used, strict=True)
+        if card.free_bytes
+    )
+    return needed - sum(used)
 
 
 def expert_shares(
@@ -225,6 +264,12 @@ def _loaded_tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
     layers = first.architecture_number("block_count") - first.architecture_number("nextn_predict_layers")
     found = ((_LAYER.match(name), name, size_bytes) for name, size_bytes in _tensor_bytes(path))
     return [(name, size_bytes) for match, name, size_bytes in found if not match or int(match[1]) < layers]
+
+
+def _all_tensor_bytes(paths: str | Sequence[str]) -> Sequence[tuple[str, int]]:
+    if isinstance(paths, str):
+        return _tensor_bytes(paths)
+    return [pair for file in map(Path, paths) for pair in tensor_bytes(file, read_header(file))]
 
 
 def _tensor_bytes(path: str) -> Sequence[tuple[str, int]]:

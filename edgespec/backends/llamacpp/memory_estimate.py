@@ -30,8 +30,10 @@ from edgespec.backends.llamacpp.devices import (
     expert_shares,
     has_own_memory,
     in_main_memory,
+    offloaded_bytes,
     on_cpu,
     place_layers,
+    unusable_bytes,
 )
 from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
@@ -189,7 +191,7 @@ class GgufMemoryEstimator:
             self._open(options.gpu_layers, options.experts)
         plans, part_options = self._plans(options)
         cache_bytes = compute_bytes = output_bytes = 0
-        gpu_weights = gpu_cache = gpu_compute = doubled = 0
+        gpu_weights = gpu_cache = gpu_compute = unusable = doubled = 0
         experts = experts_per_part(self._files, options.experts)
         for part, (weights, plan, each) in enumerate(zip(self._weights, plans, part_options, strict=True)):
             buffers = self._buffers(part, plan, each)
@@ -202,6 +204,7 @@ class GgufMemoryEstimator:
             doubled += on_gpu[2]
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
+            unusable += self._unusable_bytes(part, options.gpu_layers, experts[part], buffers)
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
             # Count logits twice for concurrent replies, which copy them after a shared pass.
             output_bytes += logits if plan.slots == 1 else 2 * logits
@@ -220,6 +223,7 @@ class GgufMemoryEstimator:
             MemoryPart("cache", gpu_cache, GPU),
             MemoryPart("compute", compute_bytes - gpu_compute),
             MemoryPart("compute", gpu_compute, GPU),
+            MemoryPart("unusable", unusable, GPU),
             MemoryPart("output", output_bytes),
             MemoryPart("vocabulary", sum(map(vocabulary_size, self._weights)) * _TOKEN_BYTES),
         )
@@ -231,6 +235,15 @@ class GgufMemoryEstimator:
             experts=self._expert_shares(options, experts),
             why_experts_stay=self._why_experts_stay(options),
         )
+
+    def _unusable_bytes(
+        self, part: int, gpu_layers: int | None, experts: int, buffers: ContextBuffers
+    ) -> int:
+        """Return how much memory of several GPUs a part of the model cannot use. See `unusable_bytes`."""
+        layers = self._part_layers[part]
+        *sizes, output = offloaded_bytes(self._files[part], layers, gpu_layers, experts) or [0]
+        cache_bytes = buffers.cache_bytes // max(1, layers)
+        return unusable_bytes([*(size + cache_bytes for size in sizes), output], dict(buffers.compute))
 
     def _expert_shares(self, options: LoadOptions, in_memory: Sequence[int]) -> ExpertShares | None:
         shares = [
