@@ -14,8 +14,9 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.noise import Stream, gumbel, uniform
 from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError
 
-__all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "Rejection"]
+__all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "Rejection", "best_after"]
 
 # A drafted token, and the distribution it was drawn from (None if it was not drawn at random).
 Draw = tuple[int, Distribution | None]
@@ -24,8 +25,9 @@ Draw = tuple[int, Distribution | None]
 class AcceptedPath(NamedTuple):
     """The outcome of verifying a draft: the accepted path through its tree, and the next token.
 
-    If the processors rule out every token after an accepted node, the path ends before that node, and `token`
-    is the token of that node. As in plain decoding, this is an error only if the reply continues.
+    If no token can be chosen after an accepted node, because the processors rule out every token or the
+    logits are not finite, the path ends before that node, and `token` is the token of that node. As in plain
+    decoding, this is an error only if the reply continues.
 
     Attributes:
         path: The accepted nodes in order, without the root.
@@ -72,11 +74,11 @@ class Invariant:
         while child is not None:
             sampler.push(token)
             pushed += 1
-            best = sampler.ranked(logits, child, 1)
-            if not best:
+            best = best_after(sampler, logits, child)
+            if best is None:
                 break
             path.append(child)
-            token = best[0]
+            token = best
             child = tree.child(child, token)
         sampler.pop(pushed)
         return AcceptedPath(tuple(path), token)
@@ -190,12 +192,26 @@ class Rejection:
         return AcceptedPath(tuple(range(1, accepted + 1)), self._random.sample(recovery))
 
 
+def best_after(sampler: Sampler, logits: Logits, node: int) -> int | None:
+    """Return the target's token after a drafted node, or None if no token can be chosen."""
+    try:
+        best = sampler.ranked(logits, node, 1)
+    except BackendError:
+        # Plain decoding computes these logits only if the reply continues. In that case, the next pass raises
+        # the error.
+        return None
+    return best[0] if best else None
+
+
 def _distribution_after(sampler: Sampler, logits: Logits, node: int) -> Distribution | None:
-    """Return the target distribution after a drafted node, or None if every token is ruled out."""
-    if not sampler.greedy:
+    """Return the target distribution after a drafted node, or None if no token can be chosen."""
+    if sampler.greedy:
+        best = best_after(sampler, logits, node)
+        return None if best is None else Distribution.point_mass(best)
+    try:
         return sampler.draft_distribution(logits, node)
-    best = sampler.ranked(logits, node, 1)
-    return Distribution.point_mass(best[0]) if best else None
+    except BackendError:
+        return None  # See `best_after`.
 
 
 def _draft_distribution(tree: TokenTree, node: int) -> Distribution:

@@ -25,8 +25,8 @@ _VERSION = 1
 # per pair of installed models, and the largest value takes about 10 KiB. Both limits were chosen to leave
 # ample room.
 _MAX_FACTS, _MAX_VALUE_BYTES = 5000, 2**18
-# Lock timeout in seconds, and seconds to leave the file alone after a timeout, so that a process that hangs
-# while writing does not delay every call. Both values were chosen rather than measured.
+# Lock timeout in seconds, and seconds after a timeout during which no call waits, so that a process that
+# hangs while writing does not delay every call. Both values were chosen rather than measured.
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 60.0
 _CREATE_TABLE = "CREATE TABLE facts (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
 _DELETE_OLDEST = (
@@ -46,12 +46,13 @@ class _Unsaved:
     Attributes:
         facts: The facts that could not be saved, by kind and key.
         why: Why the last save failed, or empty if it succeeded.
-        locked_until: Time until which to leave the file alone, because another process has locked it.
+        no_wait_until: Time until which calls do not wait for the lock, because another process held it for
+            too long.
     """
 
     facts: dict[tuple[str, str], bytes] = field(default_factory=dict)
     why: str = ""
-    locked_until: float = 0.0
+    no_wait_until: float = 0.0
 
 
 _unsaved: dict[Path, _Unsaved] = {}
@@ -141,8 +142,6 @@ class Facts:
 
     def _run(self, operation: Callable[[sqlite3.Connection], _T], *, writes: bool = False) -> _T | None:
         """Run an operation, or return None if there is no file. Raises OSError if the file is unusable."""
-        if monotonic() < self._unsaved.locked_until:
-            raise OSError(EIO, "database is locked", str(self.path))
         for _ in range(2):
             with suppress(_DamagedError):
                 return self._run_once(operation, writes)
@@ -156,8 +155,9 @@ class Facts:
             inode = self.path.stat().st_ino
         except FileNotFoundError:
             return None
+        wait_seconds = 0.0 if monotonic() < self._unsaved.no_wait_until else _LOCK_SECONDS
         try:
-            with _open(self.path, writes) as database:
+            with _open(self.path, writes, wait_seconds) as database:
                 return operation(database) if database else None
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite quotes damaged names in its errors.
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
@@ -167,8 +167,8 @@ class Facts:
             if code in _DAMAGED or (is_too_new and os.access(self.path.parent, os.W_OK)):
                 self._discard(inode)
                 raise _DamagedError from error
-            if code == sqlite3.SQLITE_BUSY:
-                self._unsaved.locked_until = monotonic() + _PAUSE_SECONDS
+            if code == sqlite3.SQLITE_BUSY and wait_seconds:
+                self._unsaved.no_wait_until = monotonic() + _PAUSE_SECONDS
             raise OSError(EIO, str(error), str(self.path)) from error
 
     def _discard(self, inode: int) -> None:
@@ -188,9 +188,9 @@ def _create(path: Path) -> None:
 
 
 @contextmanager
-def _open(path: Path, writes: bool) -> Iterator[sqlite3.Connection | None]:
+def _open(path: Path, writes: bool, wait_seconds: float) -> Iterator[sqlite3.Connection | None]:
     """Open the file for one transaction. Yield None if it is empty and nothing will be written."""
-    database = sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None)
+    database = sqlite3.connect(path, wait_seconds, isolation_level=None)
     try:
         if writes:
             database.execute("PRAGMA auto_vacuum = FULL")

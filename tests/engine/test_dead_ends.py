@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgespec.engine.processors import Candidates, LogitsProcessor
@@ -13,10 +14,11 @@ from edgespec.methods.base import Drafter
 from edgespec.methods.lookahead.drafter import LookaheadDrafter, LookaheadWindow
 from edgespec.model.model_facts import Capabilities
 from tests.raising import raises
-from tests.tables import END, Saying, knowing, table, with_drafter
+from tests.tables import END, VOCAB, Saying, knowing, table, with_drafter
 
 PROMPT = [3, 1, 2, 3, 0, 1]
 RULES = pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+CAUSES = pytest.mark.parametrize("not_finite", [False, True], ids=["forbidden", "NaN"])
 
 
 class DeadEnd(LogitsProcessor):
@@ -36,13 +38,27 @@ class DeadEnd(LogitsProcessor):
         return (tokens[:0], logits[:0]) if self._path[-1:] == [self._token] else candidates
 
 
-def reply(drafter: Drafter, method: str, token: int, end: float = -50.0, **options: Any) -> tuple[Any, ...]:
-    """Return a reply in which nothing may follow `token`, and how it ended."""
+def reply(
+    drafter: Drafter,
+    method: str,
+    token: int,
+    end: float = -50.0,
+    *,
+    not_finite: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return a reply in which nothing may follow `token`, and how it ended.
+
+    If `not_finite` is set, the reason is that the logits after `token` are NaN.
+    """
     target = table(1, end=end)
     target._table[:, 3] = -50.0
+    if not_finite and token >= 0:
+        target._table[token::VOCAB] = np.nan
+    processors = [] if not_finite else [DeadEnd(token)]
     options = {"temperature": 0.0, "max_tokens": 30, "seed": 1} | options
     with with_drafter(target, drafter) as made:
-        said = made.stream_tokens(PROMPT, method=method, processors=[DeadEnd(token)], **options).wait()
+        said = made.stream_tokens(PROMPT, method=method, processors=processors, **options).wait()
         return said.tokens, said.finish_reason
 
 
@@ -53,36 +69,49 @@ GUESSES: dict[str, Callable[[], Drafter]] = {
 
 
 @RULES
+@CAUSES
 @pytest.mark.parametrize("name", GUESSES)
-def test_a_guess_that_the_target_never_chooses(name: str, acceptance: str) -> None:
-    expected = reply(GUESSES[name](), "none", 3, acceptance=acceptance)
-    assert reply(GUESSES[name](), "lookahead", 3, acceptance=acceptance) == expected
+def test_a_guess_that_the_target_never_chooses(name: str, acceptance: str, not_finite: bool) -> None:
+    options: dict[str, Any] = {"acceptance": acceptance, "not_finite": not_finite}
+    expected = reply(GUESSES[name](), "none", 3, **options)
+    assert reply(GUESSES[name](), "lookahead", 3, **options) == expected
 
 
 @RULES
+@CAUSES
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_guess_that_the_target_could_have_chosen(acceptance: str, temperature: float) -> None:
+def test_a_guess_that_the_target_could_have_chosen(
+    acceptance: str, temperature: float, not_finite: bool
+) -> None:
     """Nothing follows the end token, so that it is the last one of every accepted draft."""
     ending = Saying(lambda tokens, length: [END] * length)
     for seed in range(20):
         options = {"acceptance": acceptance, "temperature": temperature, "seed": seed}
+        options |= {"not_finite": not_finite}
         tokens, reason = reply(ending, "lookahead", END, 1.0, **options)
         assert reason == ("stop" if END in tokens else "length")
 
 
 @RULES
-def test_a_reply_that_ends_with_the_dead_end(acceptance: str) -> None:
+@CAUSES
+def test_a_reply_that_ends_with_the_dead_end(acceptance: str, not_finite: bool) -> None:
     tokens, _ = reply(Saying(lambda *_: []), "none", -1)
     known, last = [*PROMPT, *tokens], tokens[3]
     options: dict[str, Any] = {"stop": chr(ord("a") + last), "acceptance": acceptance}
+    options |= {"not_finite": not_finite}
     expected = reply(knowing(known), "none", last, **options)
     assert expected[1] == "stop"
     assert reply(knowing(known), "lookahead", last, **options) == expected
 
 
 @RULES
-def test_a_reply_that_goes_on_after_the_dead_end_fails_as_in_plain_decoding(acceptance: str) -> None:
+@CAUSES
+def test_a_reply_that_goes_on_after_the_dead_end_fails_as_in_plain_decoding(
+    acceptance: str, not_finite: bool
+) -> None:
     tokens, _ = reply(Saying(lambda *_: []), "none", -1)
     for method in ("none", "lookahead"):
-        with raises(BackendError, code="every_token_forbidden"):
-            reply(knowing([*PROMPT, *tokens]), method, tokens[3], acceptance=acceptance)
+        with raises(BackendError, code="logits_not_finite" if not_finite else "every_token_forbidden"):
+            reply(
+                knowing([*PROMPT, *tokens]), method, tokens[3], acceptance=acceptance, not_finite=not_finite
+            )

@@ -206,6 +206,23 @@ def test_a_locked_file_delays_only_one_call(path: Path, monkeypatch: pytest.Monk
     assert [reopened(path).get(*fact) for fact in (("speed", "one"), ("other", "two"))] == [3, 2]
 
 
+def test_a_file_that_another_process_is_writing_can_be_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "_LOCK_SECONDS", 0.1)
+    store = Facts(path)
+    store.put("speed", {"one": 1})
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        store.put("speed", {"two": 2})
+        assert store.notice
+        assert store.get("speed", "one") == 1
+    # The lock is free again, which a call finds out without waiting.
+    store.put("speed", {"three": 3})
+    assert not store.notice
+    assert [reopened(path).get("speed", key) for key in ("one", "two", "three")] == [1, 2, 3]
+
+
 def _start(path: Path, code: str) -> subprocess.Popen[bytes]:
     head = (
         "import sys; from pathlib import Path; from edgespec.system import facts; facts._LOCK_SECONDS = 60\n"

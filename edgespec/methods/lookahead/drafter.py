@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.acceptance import Acceptance, best_after
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
@@ -248,9 +248,8 @@ class LookaheadDrafter(Drafter):
             if len(path) > len(others):
                 for token in others:
                     sampler.push(token)
-                # If a constraint or a bias rules out every token after this guess, the column ends here.
-                best = sampler.ranked(logits, path[-1], 1)
-                column.next = best[0] if best else None
+                # If no token can be chosen after this guess, the column ends here.
+                column.next = best_after(sampler, logits, path[-1])
                 sampler.pop(len(others))
         sampler.pop(len(nodes))
 
