@@ -36,10 +36,12 @@ from edgespec.backends.llamacpp.weight_stream import (
 )
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.loading import pair_estimate, planning
+from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 from edgespec.memory import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
@@ -518,6 +520,23 @@ class TestPlanning:
         assert plan.streaming.bytes_per_pass > 20 << 20
         assert plan.to_json()["streaming"]["seconds_per_pass"] > 0
         assert preview.advice
+
+    @pytest.mark.parametrize("draft", ["none", "demo-draft"])
+    def test_the_expected_speed_is_limited_by_the_disk(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch, draft: str
+    ) -> None:
+        fast = CostCurve((1, 2, 4, 8), (1e-12, 1e-12, 1e-12, 1e-12))
+        machine = MachineSpeed({"Q4_K": TypeSpeed(fast, 1e-15)}, 1e-9)
+        monkeypatch.setattr(speed_prediction, "saved_machine_speed", lambda form: machine)
+        monkeypatch.setattr(pair_estimate, "read_bytes_per_second", lambda path: 1e9)
+        preview = edgespec.plan(str(smollm2), draft, memory=short_bytes, context=1024)
+        assert preview.plan.streaming is not None
+        assert preview.prediction is not None
+        seconds = preview.plan.streaming.seconds_per_pass
+        assert preview.prediction.tokens_per_second == pytest.approx(1 / seconds)
+        # A prompt of 1,000 tokens is read in two passes.
+        assert preview.prediction.prompt_seconds == pytest.approx(2 * seconds)
+        assert (preview.prediction.speedup > 1.2) == (draft != "none")
 
     def test_a_context_extended_into_free_memory_is_planned_with_the_stream(
         self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch
