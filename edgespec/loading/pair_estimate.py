@@ -22,7 +22,12 @@ from edgespec.options.methods import method as method_of_name
 from edgespec.store.hub_files import hub_cache_folder
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
-from edgespec.system.disks import folder_bytes_per_second, is_sparse, read_bytes_per_second
+from edgespec.system.disks import (
+    folder_bytes_per_second,
+    is_sparse,
+    largest_file,
+    read_bytes_per_second,
+)
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -160,8 +165,7 @@ class PairEstimator:
         files = self._pair.target.file_format.files(self._pair.target.path)
         path = files[0]
         try:
-            # Read the largest file, because measuring with a small one is unreliable.
-            path = max(files, key=lambda file: file.stat().st_size)
+            path = largest_file(files)
             if is_sparse(path):
                 # The model is not on this machine, and reading the holes in its sparse file would measure
                 # memory speed.

@@ -6,7 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from errno import EIO
@@ -23,6 +23,7 @@ __all__ = [
     "folder_bytes_per_second",
     "free_bytes",
     "is_sparse",
+    "largest_file",
     "open_uncached",
     "read_bytes_per_second",
     "stores_holes",
@@ -146,6 +147,14 @@ def stores_holes(path: Path) -> bool:
         with mmap.mmap(file.fileno(), status.st_size - at, access=mmap.ACCESS_READ, offset=at) as end:
             end[-1]
             return os.fstat(file.fileno()).st_blocks > status.st_blocks
+
+
+def largest_file(files: Sequence[Path]) -> Path:
+    """Return the largest of a model's files, with which to measure its disk. Raises OSError.
+
+    Measuring with a small file is unreliable, and the first of a model's files may contain only the metadata.
+    """
+    return max(files, key=lambda file: file.stat().st_size)
 
 
 def folder_bytes_per_second(folder: Path) -> float:
