@@ -487,6 +487,33 @@ def test_a_program_that_can_start_no_thread_closes_the_files(
     assert str(copy) not in opened
 
 
+def test_a_pass_that_is_complete_ends_before_a_failure_of_the_next_one_is_reported(
+    model: LanguageModel, copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader is already reading the first layers for the next pass when the last ones are computed."""
+    read_layer, on_layer, layers = WeightStream._read_layer, WeightStream.on_layer, streamable_layers(copy)
+
+    def fail(self: WeightStream, layer: Any, *arguments: Any) -> BackendError | None:
+        error = read_layer(self, layer, *arguments)
+        return BackendError("the disk failed", "") if layer == layers[0] else error
+
+    def wait_for_failure(self: WeightStream, name: bytes) -> bool:
+        if name == b"l_out-%d" % layers[-1].layer:
+            with self._state:
+                assert self._state.wait_for(lambda: self._error is not None, 20)
+        return on_layer(self, name)
+
+    stream = model._stream  # type: ignore[attr-defined]
+    with stream._state:
+        # The first layers for the next pass are in memory.
+        assert stream._state.wait_for(lambda: not stream._has_room, 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(WeightStream, "_read_layer", fail)
+        broken.setattr(WeightStream, "on_layer", wait_for_failure)
+        step(model, 5)
+    assert _same(_rows(model), expected)
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [(OSError(5, "Input/output error"), "Input/output error"), (MemoryError(), "MemoryError")],

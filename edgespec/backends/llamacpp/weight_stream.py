@@ -217,6 +217,8 @@ class WeightStream:
         self._restarts = 0
         self._closed = False
         self._error: EdgespecError | None = None
+        # Whether the current pass needs a layer that could not be read.
+        self._failed = False
         self._is_interrupted: Callable[[], bool] = bool
         # Whether the current pass was interrupted, and the value of `_done` at its start.
         self._stopped, self._first = False, 0
@@ -371,7 +373,7 @@ class WeightStream:
                 self._restarts += 1
                 self._state.notify_all()
             self._first = self._awaited = self._done
-            self._missed = self._is_intact = False
+            self._missed = self._is_intact = self._failed = False
 
     def end_pass(self, *, is_partial: bool) -> None:
         """Check that all weights were read in time for a pass that llama.cpp reports as successful.
@@ -384,7 +386,7 @@ class WeightStream:
             CancelledError: The pass was interrupted.
             CapabilityError: llama.cpp does not name the layers of this model.
         """
-        if self._error is not None:
+        if self._failed and self._error is not None:
             raise self._error
         if self._stopped:
             raise CancelledError("the model's computation was cancelled")
@@ -417,7 +419,10 @@ class WeightStream:
                     self._state.wait(_POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
                 self._awaited = self._done + 1
-            return self._error is None and not self._stopped
+                # After an error, the reader stops, so the last layer that it counted is the one that it could
+                # not read. If only a later layer or the next pass needs that one, the pass can continue.
+                self._failed = self._error is not None and self._read <= self._awaited
+            return not self._failed and not self._stopped
 
     def close(self) -> None:
         """Stop reading. Must be called before the model is freed."""
