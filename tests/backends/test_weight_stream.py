@@ -487,6 +487,26 @@ def test_a_program_that_can_start_no_thread_closes_the_files(
     assert str(copy) not in opened
 
 
+@pytest.mark.parametrize("started", [0, 2, 4])
+def test_a_program_that_can_start_few_threads_stops_them(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    before = threading.enumerate()
+    start, attempts = threading.Thread.start, iter(range(100))
+
+    def limited(self: threading.Thread) -> None:
+        if next(attempts) >= started:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, threads=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", limited)
+        with raises(BackendError, "can't start new thread", code="out_of_memory"):
+            load(str(copy), "demo", options)
+    assert not set(threading.enumerate()) - set(before)
+
+
 def test_a_pass_that_is_complete_ends_before_a_failure_of_the_next_one_is_reported(
     model: LanguageModel, copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:

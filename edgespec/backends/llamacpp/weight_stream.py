@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -235,6 +235,8 @@ class WeightStream:
             self._reader = threading.Thread(target=self._run, name="edgespec-weights", daemon=True)
             undo.callback(self._stop)
             try:
+                self._pool = _start_pool()
+                undo.callback(self._pool.shutdown)
                 self._reader.start()
             except RuntimeError as error:
                 raise BackendError(
@@ -300,14 +302,14 @@ class WeightStream:
 
     def _run(self) -> None:
         """Read the streamed layers in a cycle, pausing while `LAYERS_IN_MEMORY` of them are in memory."""
-        with ThreadPoolExecutor(PARALLEL_READS, "edgespec-read") as pool:
+        with self._pool:
             while True:
                 with self._state:
                     self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
                     if self._closed:
                         return
                     layer, restarts = self._layers[self._read % len(self._layers)], self._restarts
-                error = self._read_layer(layer, restarts, pool)
+                error = self._read_layer(layer, restarts)
                 with self._state:
                     if self._is_outdated(restarts):
                         self._free(layer)
@@ -315,7 +317,7 @@ class WeightStream:
                         self._read, self._error = self._read + 1, error
                     self._state.notify_all()
 
-    def _read_layer(self, layer: LayerRanges, restarts: int, pool: Executor) -> BackendError | None:
+    def _read_layer(self, layer: LayerRanges, restarts: int) -> BackendError | None:
         """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
 
         def load(part: _Range) -> None:
@@ -324,10 +326,10 @@ class WeightStream:
 
         reads: list[Future[None]] = []
         try:
-            reads.extend(pool.submit(load, part) for each in layer.ranges for part in _parts(each))
+            reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
             # The interpreter is shutting down without the model having been closed, so no new reads can be
-            # submitted.
+            # submitted. There is no other reason, because all threads of the pool have been started.
             wait(reads)
             return BackendError("cannot read the weights, because edgespec is exiting")
         # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
@@ -450,6 +452,23 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
             begin, end = (int(address, 16) for address in addresses.split("-"))
             found.add((numbers[path[0]], int(offset, 16), begin, end))
     return found
+
+
+def _start_pool() -> ThreadPoolExecutor:
+    """Return a pool whose threads have all been started. Raises RuntimeError if one cannot be started.
+
+    `submit` would otherwise start them one by one, and if it failed, it would have queued the read already.
+    """
+    pool, start = ThreadPoolExecutor(PARALLEL_READS, "edgespec-read"), threading.Barrier(PARALLEL_READS)
+    try:
+        for _ in range(PARALLEL_READS):
+            # A thread that waits is not idle, so each call starts another one.
+            pool.submit(start.wait)
+    except RuntimeError:
+        start.abort()
+        pool.shutdown()
+        raise
+    return pool
 
 
 def _parts(whole: _Range) -> Iterator[_Range]:
