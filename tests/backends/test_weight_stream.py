@@ -305,6 +305,44 @@ def test_a_pass_that_does_not_wait_for_a_layer_fails(
     model.close()
 
 
+def test_the_first_layers_do_not_run_alone_if_the_last_of_them_has_no_name(tmp_path: Path) -> None:
+    path = write_deci(tmp_path / "deci.gguf", layers=16, without_feed_forward=5)
+    model = load(str(path), "deci", _OPTIONS)
+    expected = _rows(model)
+    model.close()
+    model = _load(path)
+    assert not model.run_first_layers(True)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
+def test_passes_over_the_first_layers_read_only_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial of exactness runs dozens of them."""
+    path = write_llama(tmp_path / "deep.gguf", layers=16)
+    model = load(str(path), "deep", _OPTIONS)
+    expected = _rows(model)
+    model.close()
+    model = _load(path)
+    assert model.run_first_layers(True)
+    read, read_layer = set(), WeightStream._read_layer
+
+    def record(self: WeightStream, layer: Any, *arguments: Any) -> BackendError | None:
+        read.add(layer.layer)
+        return read_layer(self, layer, *arguments)
+
+    with monkeypatch.context() as recording:
+        recording.setattr(WeightStream, "_read_layer", record)
+        for token in range(5, 8):
+            model.verify(TokenTree.chain(token))
+            model.commit(())
+    assert read == {1, 2, 3, 4, 5}
+    model.run_first_layers(False)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
 def test_layers_that_only_draft_are_not_streamed(tmp_path: Path) -> None:
     """In a model of two files, only the first one tells how many layers there are."""
     for number, layers in enumerate(((0, 1), (2, 3))):

@@ -198,6 +198,8 @@ class WeightStream:
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
+        # Number of streamed layers that a pass computes.
+        self._count = len(streamed)
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
         # Indices of the layers after which a pass waits for the next streamed layer.
         self._waits = {layer.before for layer in streamed}
@@ -308,7 +310,7 @@ class WeightStream:
                     self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
                     if self._closed:
                         return
-                    layer, restarts = self._layers[self._read % len(self._layers)], self._restarts
+                    layer, restarts = self._layers[self._read % self._count], self._restarts
                 error = self._read_layer(layer, restarts)
                 with self._state:
                     if self._is_outdated(restarts):
@@ -353,25 +355,30 @@ class WeightStream:
 
     @property
     def _has_room(self) -> bool:
-        return self._read - self._done < min(LAYERS_IN_MEMORY, len(self._layers))
+        return self._read - self._done < min(LAYERS_IN_MEMORY, self._count)
 
-    def begin_pass(self, is_interrupted: Callable[[], bool]) -> None:
+    def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
         """Prepare for a pass. If the last one was not finished, start again at the first streamed layer.
 
         Args:
             is_interrupted: Returns whether to stop waiting for weights.
+            layers: Number of leading layers that the pass computes, or None for all. The weights of other
+                layers are not read.
 
         Raises:
             BackendError: The weights cannot be read.
         """
         self._is_interrupted, self._stopped = is_interrupted, False
+        # The reader reads the layers in a cycle, which must not be empty.
+        count = max(1, sum(layers is None or layer.layer < layers for layer in self._layers))
         with self._lock:
-            if self._error is not None or not self._is_intact or self._done % len(self._layers) > 0:
+            is_next = self._is_intact and self._done % self._count == 0 and count == self._count
+            if self._error is not None or not is_next:
                 # Retry after a disk failure, which may have been temporary.
                 self._error = None
                 for number in range(self._done, self._read):
-                    self._free(self._layers[number % len(self._layers)])
-                self._done = self._read = 0
+                    self._free(self._layers[number % self._count])
+                self._done, self._read, self._count = 0, 0, count
                 self._restarts += 1
                 self._state.notify_all()
             self._first = self._awaited = self._done
@@ -393,7 +400,7 @@ class WeightStream:
         if self._stopped:
             raise CancelledError("the model's computation was cancelled")
         finished = self._done - self._first
-        if self._missed or (not is_partial and (not finished or finished % len(self._layers))):
+        if self._missed or (not is_partial and (not finished or finished % self._count)):
             raise CapabilityError(
                 "this model cannot run from disk, because llama.cpp does not report its layers",
                 "choose a model that fits in memory",
@@ -410,13 +417,12 @@ class WeightStream:
         layer = int(name.rpartition(b"-")[2])
         with self._lock:
             if layer in self._order:
-                self._missed |= self._awaited <= self._done or self._order[layer] != self._done % len(
-                    self._layers
-                )
+                position = self._done % self._count
+                self._missed |= self._awaited <= self._done or self._order[layer] != position
                 self._free(self._layers[self._order[layer]])
                 self._done += 1
                 self._state.notify_all()
-            if layer in self._waits:
+            if layer in self._waits and self._done < self._first + self._count:
                 while self._read <= self._done and self._error is None and not self._stopped:
                     self._state.wait(_POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
