@@ -476,6 +476,15 @@ def test_a_limit_of_the_address_space_is_a_lack_of_memory(tmp_path: Path, layers
     assert done.stdout == "out_of_memory\n", done.stderr
 
 
+def test_the_draft_model_of_a_streamed_target_is_not_mapped(demo_draft: Path) -> None:
+    """The kernel drops mapped weights when memory is short, and the draft model would wait for the disk."""
+    for layers in (0, 5):
+        options = replace(_OPTIONS, streamed_layers=layers).for_draft()
+        model = load(str(demo_draft), "draft", options)
+        assert bool(weight_stream.file_mappings([demo_draft])) == (layers == 0)
+        model.close()
+
+
 def test_loading_can_be_cancelled(copy: Path) -> None:
     options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
     with pytest.raises(CancelledError):
