@@ -19,6 +19,7 @@ __all__ = [
     "PARALLEL_READS",
     "READ_BYTES",
     "append_error",
+    "drop_cached",
     "explain_write_errors",
     "folder_bytes_per_second",
     "free_bytes",
@@ -109,7 +110,8 @@ def _existing(folder: Path) -> Path:
 def open_uncached(path: Path) -> int:
     """Open a file for reading, bypassing the page cache if the file system allows it. Raises OSError.
 
-    Reading a large file through the page cache would evict the files of other programs.
+    Reading a large file through the page cache would evict the files of other programs. Call `drop_cached`
+    after each read, in case the cache could not be bypassed.
     """
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
@@ -121,6 +123,23 @@ def open_uncached(path: Path) -> int:
         except OSError:
             os.close(file)
     return os.open(path, os.O_RDONLY)
+
+
+def drop_cached(file: int, offset: int, size_bytes: int) -> None:
+    """Remove part of a file from the page cache if `open_uncached` could not bypass the cache for it.
+
+    Args:
+        file: The file descriptor that `open_uncached` returned.
+        offset: Start of the part in bytes.
+        size_bytes: Size of the part in bytes.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    from fcntl import F_GETFL, fcntl
+
+    if not fcntl(file, F_GETFL) & getattr(os, "O_DIRECT", 0):
+        with suppress(OSError):
+            os.posix_fadvise(file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def is_sparse(path: Path) -> bool:
@@ -176,7 +195,11 @@ def read_bytes_per_second(path: Path) -> float:
         with mmap.mmap(-1, READ_BYTES) as buffer:
             for i in range(first, parts, PARALLEL_READS):
                 # Keep consecutive reads far apart, so that the disk's own cache does not serve them.
-                done += os.preadv(file, [buffer], i * 7919 % parts * READ_BYTES)
+                offset = i * 7919 % parts * READ_BYTES
+                # Where the page cache cannot be bypassed, it would otherwise be measured instead of the disk.
+                drop_cached(file, offset, READ_BYTES)
+                done += os.preadv(file, [buffer], offset)
+                drop_cached(file, offset, READ_BYTES)
                 if now() - began > _READ_SECONDS:
                     break
         return done

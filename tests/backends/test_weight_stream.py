@@ -476,6 +476,24 @@ def test_a_limit_of_the_address_space_is_a_lack_of_memory(tmp_path: Path, layers
     assert done.stdout == "out_of_memory\n", done.stderr
 
 
+def test_a_disk_whose_cache_cannot_be_bypassed_leaves_nothing_in_it(
+    demo_target: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped, advise = set(), os.posix_fadvise
+
+    def record(file: int, offset: int, size_bytes: int, advice: int) -> None:
+        dropped.add((offset, size_bytes))
+        advise(file, offset, size_bytes, advice)
+
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    model = _load(demo_target)
+    assert _same(_rows(model), expected)
+    model.close()
+    for layer in streamable_layers(demo_target):
+        assert all((each.offset, each.size_bytes) in dropped for each in layer.ranges)
+
+
 def test_the_draft_model_of_a_streamed_target_is_not_mapped(demo_draft: Path) -> None:
     """The kernel drops mapped weights when memory is short, and the draft model would wait for the disk."""
     for layers in (0, 5):

@@ -31,7 +31,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Edges
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.gguf_files import gguf_files, tensor_size
 from edgespec.model.formats.gguf_header import read_header
-from edgespec.system.disks import PARALLEL_READS, READ_BYTES, open_uncached
+from edgespec.system.disks import PARALLEL_READS, READ_BYTES, drop_cached, open_uncached
 
 __all__ = [
     "FEED_FORWARD",
@@ -287,6 +287,7 @@ class WeightStream:
                 if not count:
                     break
                 done += count
+            drop_cached(file, part.offset, part.size_bytes)
             if _state(file) == self._states[part.file]:
                 return
             reason = "the file was changed while the model was in use"
