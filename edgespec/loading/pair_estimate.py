@@ -26,6 +26,7 @@ from edgespec.system.disks import (
     folder_bytes_per_second,
     is_sparse,
     largest_file,
+    network_drive,
     read_bytes_per_second,
 )
 
@@ -186,6 +187,7 @@ class PairEstimator:
             sum(streamed.values()),
             speed,
             copies.bytes_of(list(streamed)) if copies else 0,
+            network_drive(path),
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:

@@ -52,6 +52,7 @@ class SpeedPrediction:
         """Return the prediction as JSON-compatible values."""
         return {
             "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_with_draft": self.fastest_tokens_per_second,
             "pass_costs": {str(width): cost for width, cost in self.pass_costs.items()},
             "prompt_1000_seconds": self.prompt_seconds,
             "speedup": self.speedup,

@@ -34,6 +34,7 @@ __all__ = [
     "SAVING_WINDOW_TOKENS",
     "SCORED_TOKENS",
     "SHORT_CONTEXT_TOKENS",
+    "SLOW_DISK_BYTES_PER_SECOND",
 ]
 
 # --- Budget and plan (`budget.py`, `plan.py`, `fitting.py`) ---
@@ -54,6 +55,9 @@ SHORT_CONTEXT_TOKENS, MIN_CONTEXT_TOKENS = 2048, 512
 # The draft model's window in tokens if memory is low. The value was chosen to match a draft model's default
 # window.
 SAVING_WINDOW_TOKENS = 1024
+# Speed in bytes per second below which a disk is named as slow. The value was chosen to lie between hard
+# disks (up to 0.25 GB/s) and SATA SSDs (0.5 GB/s).
+SLOW_DISK_BYTES_PER_SECOND = 0.3e9
 
 # --- Context size (`context_resize.py`) ---
 

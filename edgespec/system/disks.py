@@ -25,6 +25,7 @@ __all__ = [
     "free_bytes",
     "is_sparse",
     "largest_file",
+    "network_drive",
     "open_uncached",
     "read_bytes_per_second",
     "stores_holes",
@@ -44,6 +45,13 @@ _READ_SECONDS = 0.3
 _MEASURED_BYTES = 32 << 20
 # Size in bytes of the blocks that `os.stat` counts.
 _BLOCK_BYTES = 512
+# Linux's names of network file systems. Those in user space have the prefix `fuse.`.
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "afs", "beegfs", "ceph", "cifs", "davfs", "glusterfs", "lustre", "nfs", "nfs4", "rclone", "smb3",
+        "smbfs", "sshfs",
+    }
+)  # fmt: skip
 
 
 def write_error(folder: Path) -> OSError | None:
@@ -166,6 +174,26 @@ def stores_holes(path: Path) -> bool:
         with mmap.mmap(file.fileno(), status.st_size - at, access=mmap.ACCESS_READ, offset=at) as end:
             end[-1]
             return os.fstat(file.fileno()).st_blocks > status.st_blocks
+
+
+def network_drive(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the network file system that holds a file or folder, or "" if there is none.
+
+    Args:
+        path: The file or folder, which may not exist yet.
+        mounts: Linux's list of mounted file systems. On other systems, network drives are not recognised.
+    """
+    with suppress(OSError):
+        # Paths may contain bytes that are not text, and unusual line breaks.
+        lines = mounts.read_bytes().split(b"\n")
+        device = _existing(path).stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}".encode()
+        for line in lines:
+            place, _, kind = line.partition(b" - ")
+            if place.split()[2:3] == [number]:
+                name = kind.split()[0].decode(errors="replace").removeprefix("fuse.")
+                return name if name in _NETWORK_FILE_SYSTEMS else ""
+    return ""
 
 
 def largest_file(files: Sequence[Path]) -> Path:

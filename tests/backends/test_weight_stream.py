@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import re
@@ -20,6 +21,7 @@ import gguf
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 
 import edgespec
 from edgespec.backends.llamacpp import loading, native, weight_stream
@@ -34,11 +36,12 @@ from edgespec.backends.llamacpp.weight_stream import (
     spread_evenly,
     streamable_layers,
 )
+from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
-from edgespec.memory import Limit
+from edgespec.memory import Limit, Streaming
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
@@ -630,7 +633,10 @@ class TestPlanning:
         assert plan.streaming is not None
         assert 0 < plan.streaming.layers < plan.streaming.all_layers
         assert plan.streaming.bytes_per_pass > 20 << 20
-        assert plan.to_json()["streaming"]["seconds_per_pass"] > 0
+        shown = plan.to_json()["streaming"]
+        assert shown["seconds_per_pass"] > 0
+        # SmolLM2 has 30 layers.
+        assert shown["layers"] + shown["kept_layers"] == 30
         assert preview.advice
 
     @pytest.mark.parametrize("draft", ["none", "demo-draft"])
@@ -659,6 +665,36 @@ class TestPlanning:
         plan = preview.plan
         assert plan.context_tokens > SHORT_CONTEXT_TOKENS
         assert plan.streaming is not None
+
+    @pytest.mark.parametrize("draft", ["none", "demo-draft"])
+    def test_the_plan_shows_the_speed_and_the_layers(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch, draft: str
+    ) -> None:
+        fast = CostCurve((1, 2, 4, 8), (1e-12, 1e-12, 1e-12, 1e-12))
+        machine = MachineSpeed({"Q4_K": TypeSpeed(fast, 1e-15)}, 1e-9)
+        monkeypatch.setattr(speed_prediction, "saved_machine_speed", lambda form: machine)
+        # A rate at which the whole model takes minutes.
+        monkeypatch.setattr(pair_estimate, "read_bytes_per_second", lambda path: 1e6)
+        options = ["--memory", str(short_bytes), "--context", "1024", "--draft", draft]
+        command = ["plan", "--target", str(smollm2), *options]
+        shown = " ".join(CliRunner().invoke(program, command).stdout.split())
+        said = json.loads(CliRunner().invoke(program, [*command, "--json"]).stdout)
+        speed = said["prediction"]["tokens_per_second_with_draft"]
+        assert 0 < said["prediction"]["tokens_per_second"] <= speed < 0.5
+        assert ("with the draft model" in shown) == (draft != "none")
+        assert f"{speed:.2g}" in shown
+        assert f"weights of {said['streaming']['layers']} layers are read from disk" in shown
+        assert f"of {said['streaming']['kept_layers']} stay in memory" in shown
+        assert said["streaming"]["warning"] in shown
+
+    @pytest.mark.parametrize(
+        ("speed", "kind", "is_slow"), [(1e9, "", False), (0.1e9, "", True), (1e9, "nfs4", True)]
+    )
+    def test_slow_disks_and_network_drives_are_named(self, speed: float, kind: str, is_slow: bool) -> None:
+        streaming = Streaming(4, 29, 1 << 30, speed, network_drive=kind)
+        assert bool(streaming.warning) == is_slow
+        assert kind in streaming.warning
+        assert ("warning" in streaming.to_json()) == is_slow
 
     def test_the_disk_is_measured_although_the_model_is_not_on_this_machine(
         self, smollm2: Path, short_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

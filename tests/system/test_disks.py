@@ -16,6 +16,7 @@ from edgespec.system.disks import (
     drop_cached,
     folder_bytes_per_second,
     is_sparse,
+    network_drive,
     open_uncached,
     read_bytes_per_second,
     stores_holes,
@@ -111,3 +112,20 @@ def _is_direct(file: int) -> bool:
     from fcntl import F_GETFL, fcntl
 
     return bool(fcntl(file, F_GETFL) & os.O_DIRECT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("ext4", ""), ("nfs4", "nfs4"), ("fuse.sshfs", "sshfs"), ("fuse.ntfs-3g", "")]
+)
+def test_network_drives_are_recognised(tmp_path: Path, kind: str, expected: str) -> None:
+    mounts, device = tmp_path / "mountinfo", tmp_path.stat().st_dev
+    mounts.write_bytes(
+        b"22 27 0:0 / /proc rw,relatime - proc proc rw\n"
+        b"23 27 0:1 / /odd\x0cplace\xff rw,relatime shared:1 - nfs server:/ rw\n"
+        + f"27 1 {os.major(device)}:{os.minor(device)} / / rw - {kind} /dev/vda rw\n".encode()
+    )
+    assert network_drive(tmp_path / "later" / "model.gguf", mounts) == expected
+
+
+def test_without_a_list_of_mounts_no_network_drive_is_recognised(tmp_path: Path) -> None:
+    assert network_drive(tmp_path, tmp_path / "missing") == ""
