@@ -3,10 +3,12 @@
 
     sudo scripts/bench_larger_than_memory.py big.gguf --draft small.gguf --shares 0.75,0.55
 
-Each program runs in a control group whose memory limit is a share of the size of the target's file. All
-replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python with
-its default settings, which map the file into memory. Every configuration runs `--repeats` times, interleaved,
-and its first reply is not counted, because it includes tests of the model and measurements.
+Each program runs in a new control group whose memory limit is a share of the size of the target's file. All
+replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python, which
+maps the file into memory, with flash attention and a thread for each core. Every configuration runs
+`--repeats` times, interleaved, and its first reply is not counted, because it includes tests of the model and
+measurements. Before each reply, the model files are removed from the page cache, because cached pages do not
+count towards the limit of a program that did not read them.
 
 tokens/s   tokens after the first one per second: the median, the slowest and the fastest reply
 passes     target passes of the median reply
@@ -24,19 +26,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.system.cores import usable_cores
 
 _ROOT = Path("/sys/fs/cgroup")
 _PROMPT = "Write a short story about a lighthouse keeper."
 _LLAMA_CPP = """
 import json, sys, time
 from llama_cpp import Llama
-path, prompt, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-model = Llama(path, n_ctx=2048, verbose=False)
+path, prompt, count, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+model = Llama(
+    path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False
+)
 began, times = time.perf_counter(), []
 for _ in model.create_chat_completion(
     [{"role": "user", "content": prompt}], max_tokens=count, temperature=0, stream=True
@@ -50,7 +57,10 @@ print(json.dumps({"tokens_per_second": (tokens - 1) / (times[-1] - times[1]), "t
 
 @dataclass(frozen=True)
 class _Group:
-    """A control group (version 1 or 2) with a memory limit."""
+    """A control group (version 1 or 2) with a memory limit.
+
+    Each run needs a group of its own, because not every kernel can reset the recorded peak.
+    """
 
     folder: Path
     is_v1: bool
@@ -59,7 +69,7 @@ class _Group:
     def create(cls, limit_bytes: int) -> _Group:
         is_v1 = (_ROOT / "memory").is_dir()
         group = cls((_ROOT / "memory" if is_v1 else _ROOT) / f"edgespec-bench-{os.getpid()}", is_v1)
-        group.folder.mkdir(exist_ok=True)
+        group.folder.mkdir()
         group._file("memory.limit_in_bytes", "memory.max").write_text(str(limit_bytes))
         return group
 
@@ -70,11 +80,7 @@ class _Group:
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak_bytes(self) -> int:
-        file = self._file("memory.max_usage_in_bytes", "memory.peak")
-        peak = int(file.read_text())
-        if self.is_v1:
-            file.write_text("0")
-        return peak
+        return int(self._file("memory.max_usage_in_bytes", "memory.peak").read_text())
 
 
 def main() -> int:
@@ -95,12 +101,7 @@ def main() -> int:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for share in map(float, args.shares.split(",")):
-            limit_bytes = int(args.target.stat().st_size * share)
-            group = _Group.create(limit_bytes)
-            try:
-                results += _compare(args, group, share, folder)
-            finally:
-                group.folder.rmdir()
+            results += _compare(args, int(args.target.stat().st_size * share), share, folder)
     if args.json:
         print(json.dumps(results, indent=2))
     else:
@@ -108,10 +109,27 @@ def main() -> int:
     return 0
 
 
-def _compare(args: argparse.Namespace, group: _Group, share: float, folder: str) -> list[dict[str, Any]]:
-    commands: dict[str, Sequence[str]] = {
-        "llama.cpp": (sys.executable, "-c", _LLAMA_CPP, str(args.target), _PROMPT, str(args.tokens))
-    }
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], limit_bytes: int, files: Sequence[Path]
+) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Run a program under a memory limit. Return its result, and its peak memory in bytes."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    group = _Group.create(limit_bytes)
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, preexec_fn=group.enter, check=False
+        )
+        return done, group.peak_bytes()
+    finally:
+        group.folder.rmdir()
+
+
+def _compare(args: argparse.Namespace, limit_bytes: int, share: float, folder: str) -> list[dict[str, Any]]:
+    files = [*gguf_files(args.target), *([Path(args.draft)] if Path(args.draft).is_file() else [])]
+    settings = (str(args.target), _PROMPT, str(args.tokens), str(usable_cores()))
+    commands: dict[str, Sequence[str]] = {"llama.cpp": (sys.executable, "-c", _LLAMA_CPP, *settings)}
     for method in args.methods.split(","):
         commands[f"edgespec {method}"] = (
             *(sys.executable, "-m", "edgespec", "generate", "--json", "--target", str(args.target)),
@@ -136,11 +154,8 @@ def _compare(args: argparse.Namespace, group: _Group, share: float, folder: str)
     peaks = dict.fromkeys(commands, 0)
     for repeat in range(args.repeats + 1):
         for name, command in commands.items():
-            group.peak_bytes()
-            run = subprocess.run(
-                command, env=environment, capture_output=True, text=True, preexec_fn=group.enter, check=False
-            )
-            peaks[name] = max(peaks[name], group.peak_bytes())
+            run, peak_bytes = _run(command, environment, limit_bytes, files)
+            peaks[name] = max(peaks[name], peak_bytes)
             if run.returncode:
                 killed[name] += run.returncode < 0
                 print(f"{name}: {run.stderr.strip()[-300:]}", file=sys.stderr)

@@ -16,6 +16,7 @@ from edgespec.system.files import format_bytes
 if TYPE_CHECKING:
     from edgespec.loading.preview import MemoryPlan, Pool, Preview
     from edgespec.loading.workers import SpreadPrediction
+    from edgespec.memory import Streaming
 
 __all__ = ["bar", "picture"]
 
@@ -58,7 +59,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"KV cache type {plan.kv_type}"),
         *([] if preview.spread else [_line(f"expected speed {_expected_speed(preview)}")]),
-        *([_line(f"larger than memory: {plan.streaming.text}")] if plan.streaming else []),
+        *(_streaming(plan.streaming) if plan.streaming else []),
         *([_line(f"experts: {plan.experts.text}")] if plan.experts else []),
     ]
     if preview.draft_window:
@@ -86,12 +87,13 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
 
 
 def _expected_speed(preview: Preview) -> str:
-    speed = preview.prediction
-    if streaming := preview.plan.streaming:
-        tokens_per_second = 1 / streaming.seconds_per_pass
-        return f"at most {rate(tokens_per_second)} tokens per second, plus accepted tokens of the draft model"
+    speed, streaming = preview.prediction, preview.plan.streaming
+    measure = "to measure this machine, run `edgespec recommend`"
+    if speed is None and streaming:
+        most = rate(1 / streaming.seconds_per_pass)
+        return f"at most {most} tokens per second, plus accepted tokens of the draft model; {measure}"
     if speed is None:
-        return "unknown; to measure this machine, run `edgespec recommend`"
+        return f"unknown; {measure}"
     drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
     disturbed = (
         " (probably too low, because other programs were busy when this machine was measured; run `edgespec"
@@ -100,6 +102,15 @@ def _expected_speed(preview: Preview) -> str:
         else ""
     )
     return f"{rate(speed.tokens_per_second)} tokens per second{drafted}{disturbed}"
+
+
+def _streaming(streaming: Streaming) -> list[Text]:
+    kept = f"those of {streaming.kept_layers} stay in memory"
+    return [
+        _line(f"larger than memory: {streaming.text}"),
+        _line(f"the feed-forward weights of {streaming.layers} layers are read from disk, and {kept}"),
+        *([_line(streaming.warning, "yellow")] if streaming.warning else []),
+    ]
 
 
 def _about_context(preview: Preview, requested_tokens: int | None) -> str:

@@ -65,8 +65,8 @@ def write_text(text: str) -> None:
 
 
 def rate(per_second: float) -> str:
-    """Format a speed, with one decimal place below 10 and none above."""
-    return f"{per_second:,.{1 if per_second < 10 else 0}f}"
+    """Format a speed with two significant digits below 1, one decimal place below 10, and none above."""
+    return f"{per_second:.2g}" if per_second < 1 else f"{per_second:,.{1 if per_second < 10 else 0}f}"
 
 
 def print_json(value: Mapping[str, object]) -> None:

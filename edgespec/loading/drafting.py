@@ -95,7 +95,7 @@ class _DrafterFactory:
             calibration_prompt=lambda: calibration_prompt(model.vocabulary),
             window_tokens=options.window_tokens,
             has_room_for_copy=options.has_room_for_copy,
-            uses_substitutes=options.uses_substitutes,
+            substitutes=options.substitutes,
             draft=draft.model if draft else None,
             draft_drafter=draft.drafter if draft else None,
             heads=pair.heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from edgespec.errors import OptionError
 from edgespec.methods.constants import DEFAULT_MAX_BRANCHES, TREE_BRANCHES
@@ -24,15 +25,15 @@ class DraftingOptions:
             the limit is the context length that the draft model was trained for.
         has_room_for_copy: Whether the memory plan leaves room for a low-bit copy of the target for `auto` to
             draft with.
-        uses_substitutes: Whether the memory plan includes low-bit copies of the blocks that the target
-            streams.
+        substitutes: File of the low-bit copies that the memory plan includes of the blocks that the target
+            streams. None if there are none.
         draft_kv_type: Data type of the draft model's KV cache. Empty means the target's data type.
     """
 
     arguments: LoadArguments
     window_tokens: int | None = None
     has_room_for_copy: bool = True
-    uses_substitutes: bool = False
+    substitutes: Path | None = None
     draft_kv_type: str = ""
 
     @classmethod

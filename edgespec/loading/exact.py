@@ -30,7 +30,7 @@ from edgespec.loading.constants import (
 from edgespec.loading.pair_loading import load_target
 from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.curve import CostCurve, measure_costs
-from edgespec.methods.costs.target_costs import TargetCosts, settings_key
+from edgespec.methods.costs.target_costs import TargetCosts, settings_key, streaming_key
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import Exactness
 from edgespec.store.constants import ASSUMED_SIZE_RATIO, HEAD_RATE
@@ -297,19 +297,36 @@ class _ExactLoading:
         return _Choice(found, repack, speed, threads[repack])
 
     def _trial(self, *, repack: bool) -> _TrialResult:
-        """Return the saved trial result of a configuration, or load the target and run the trial."""
-        key = self._key(repack)
+        """Return the saved trial result of a configuration, or load the target and run the trial.
+
+        The classes do not depend on how many layers are streamed, but the durations do, so only these are
+        measured again if another number of layers is streamed.
+        """
+        any_key = self._key(repack)
+        key = any_key + streaming_key(self.options)
+        if (saved := self._saved(key)) is not None:
+            return saved
+        other = self._saved(any_key)
+        if other is not None and other.seconds is None:
+            return other
+        self._close()
+        if other is None:
+            self._loaded, classes, seconds = self._try_one(repack=repack)
+            threads = self._loaded.models[0].max_threads
+            result = _TrialResult(classes, seconds, threads, _machine_is_busy())
+        else:
+            self._loaded = self.load(self._options(repack))
+            seconds = self._measure(self._loaded.models[0], repack=repack)
+            result = replace(other, seconds=seconds, is_disturbed=_machine_is_busy())
+        if self.file_states:
+            Facts().put("classes", dict.fromkeys((any_key, key), _to_json(result)))
+        return result
+
+    def _saved(self, key: str) -> _TrialResult | None:
+        """Return a saved trial result, unless other programs disturbed it and the machine is now idle."""
         saved = _from_json(Facts().get("classes", key)) if self.file_states else None
         # On a machine that is always busy, remeasuring at every start would not give a better result.
-        if saved is not None and (not saved.is_disturbed or _machine_is_busy()):
-            return saved
-        self._close()
-        self._loaded, classes, seconds = self._try_one(repack=repack)
-        threads = self._loaded.models[0].max_threads
-        result = _TrialResult(classes, seconds, threads, _machine_is_busy())
-        if self.file_states:
-            Facts().put("classes", {key: _to_json(result)})
-        return result
+        return saved if saved is not None and (not saved.is_disturbed or _machine_is_busy()) else None
 
     def _key(self, repack: bool) -> str:
         context_tokens = self.options.context_tokens or 0

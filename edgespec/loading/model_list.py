@@ -38,7 +38,7 @@ from edgespec.store.installed import (
     read_model_info,
 )
 from edgespec.store.reference import resolve
-from edgespec.system.disks import read_bytes_per_second
+from edgespec.system.disks import largest_file, read_bytes_per_second
 from edgespec.system.files import format_bytes
 
 __all__ = [
@@ -310,7 +310,7 @@ def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Pa
 def _disk_speed(path: Path) -> float:
     """Return the read speed of the disk that holds a model, in bytes per second, or 0 if it is unknown."""
     try:
-        return read_bytes_per_second(gguf_files(path)[0])
+        return read_bytes_per_second(largest_file(gguf_files(path)))
     except (EdgespecError, OSError):
         return 0.0
 

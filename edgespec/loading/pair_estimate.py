@@ -22,7 +22,13 @@ from edgespec.options.methods import method as method_of_name
 from edgespec.store.hub_files import hub_cache_folder
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
-from edgespec.system.disks import folder_bytes_per_second, is_sparse, read_bytes_per_second
+from edgespec.system.disks import (
+    folder_bytes_per_second,
+    is_sparse,
+    largest_file,
+    network_drive,
+    read_bytes_per_second,
+)
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -43,7 +49,8 @@ class PairEstimator:
 
     Attributes:
         target: Estimates the memory of the target alone.
-        substitutes: Low-bit copies of blocks to draft with while the target streams these blocks, or None.
+        substitutes: Sets of low-bit copies of blocks to draft with while the target streams these blocks, the
+            preferred one first.
         why_in_turns: Why replies run one at a time although the user asked for concurrent ones. Empty
             otherwise.
     """
@@ -87,7 +94,7 @@ class PairEstimator:
         if copy is not None:
             self._copy = open_estimator(copy, replace(options, adapters=()))
             undo.callback(self._copy.close)
-        self.substitutes = substitutes
+        self.substitutes: Sequence[Substitutes] = [substitutes] if substitutes else []
         if substitutes is None and options.workers is None:
             self.substitutes = _find_substitutes(pair, drafting, shares_passes)
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
@@ -148,7 +155,7 @@ class PairEstimator:
         )
 
     def _substitutes_of(self, choice: PlanChoice) -> Substitutes | None:
-        return self.substitutes if choice.substitutes else None
+        return next((each for each in self.substitutes if each.file == choice.substitutes), None)
 
     def streaming(self, choice: PlanChoice) -> Streaming | None:
         """Return what each pass would read from disk, after measuring the disk's read speed.
@@ -161,8 +168,7 @@ class PairEstimator:
         files = self._pair.target.file_format.files(self._pair.target.path)
         path = files[0]
         try:
-            # Read the largest file, because measuring with a small one is unreliable.
-            path = max(files, key=lambda file: file.stat().st_size)
+            path = largest_file(files)
             if is_sparse(path):
                 # The model is not on this machine, and reading the holes in its sparse file would measure
                 # memory speed.
@@ -182,6 +188,7 @@ class PairEstimator:
             sum(streamed.values()),
             speed,
             copies.bytes_of(list(streamed)) if copies else 0,
+            network_drive(path),
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
@@ -302,12 +309,14 @@ def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
-def _find_substitutes(pair: ModelPair, drafting: DraftingOptions, shares_passes: bool) -> Substitutes | None:
-    """Return low-bit copies of the target's blocks, or None. Raises the same errors as `_find_copy`."""
+def _find_substitutes(
+    pair: ModelPair, drafting: DraftingOptions, shares_passes: bool
+) -> Sequence[Substitutes]:
+    """Return sets of low-bit copies of the target's blocks. Raises the same errors as `_find_copy`."""
     if pair.heads and not drafting.names_copy:
-        return None  # `auto` drafts with the heads.
+        return ()  # `auto` drafts with the heads.
     found = _copies(pair, drafting, lambda method: method.find_substitutes, shares_passes)
-    return next(filter(None, found), None)
+    return next(filter(None, found), ())
 
 
 def _find_copy(pair: ModelPair, drafting: DraftingOptions, shares_passes: bool) -> Resolved | None:

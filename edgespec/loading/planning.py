@@ -274,9 +274,10 @@ def _plan_pair(
             streamed, streamed_plan = fit(fixed, all_streamed)
             if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
-                if estimator.substitutes:
+                for copies in estimator.substitutes:
                     # Do not shrink anything else to make room for the copies.
-                    streamed, copies_plan = fit({*fixed, "copy"}, replace(all_streamed, substitutes=True))
+                    start_with_copies = replace(all_streamed, substitutes=copies.file)
+                    streamed, copies_plan = fit({*fixed, "copy"}, start_with_copies)
                     with_copies = stream_least(streamed, estimator.plan)
                     if (
                         copies_plan.fits
@@ -289,6 +290,7 @@ def _plan_pair(
                         )
                     ):
                         choice, streamed_plan = with_copies, copies_plan
+                        break
                 plan = replace(
                     estimator.plan(choice),
                     decisions=streamed_plan.decisions,
@@ -323,7 +325,7 @@ def _plan_pair(
         window_tokens=choice.draft_window,
         # If the draft model does not fit in memory, do not use a low-bit copy of the target instead.
         has_room_for_copy=choice.copy and start.draft == choice.draft and options.workers is None,
-        uses_substitutes=choice.substitutes,
+        substitutes=choice.substitutes,
         draft_kv_type=choice.draft_kv_type,
     )
     checked = ("weights", "cache", "headroom")

@@ -145,7 +145,9 @@ def _preview(pair: ModelPair, request: LoadRequest, progress: Progress | None) -
         connected = with_projector(connected, pair.target, request.projector)
         planned = plan_pair(pair, request.drafting, connected, budget, request.plan)
         if connected.workers is None:
-            return Preview(planned, predict_pair(planned.pair))
+            streaming = planned.plan.streaming
+            read_seconds = streaming.seconds_per_pass if streaming else 0.0
+            return Preview(planned, predict_pair(planned.pair, read_seconds=read_seconds))
         whole = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         spread = predict_spread(
             planned.pair.target,

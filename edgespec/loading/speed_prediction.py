@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from edgespec.loading.constants import PREDICTED_PROMPT_TOKENS, TYPICAL_LAYERS
 from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.machine_speed import MachineSpeed, saved_machine_speed
+from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import PassWeights
 from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
@@ -50,6 +52,7 @@ class SpeedPrediction:
         """Return the prediction as JSON-compatible values."""
         return {
             "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_with_draft": self.fastest_tokens_per_second,
             "pass_costs": {str(width): cost for width, cost in self.pass_costs.items()},
             "prompt_1000_seconds": self.prompt_seconds,
             "speedup": self.speedup,
@@ -78,6 +81,7 @@ def predict_speed(
     """
     in_memory = speed.pass_seconds(target)
     step = max(in_memory, read_seconds)
+    prompt_passes = ceil(PREDICTED_PROMPT_TOKENS / LoadOptions().batch_tokens)
     speedup = 1.0
 
     def v(width: int) -> float:
@@ -93,14 +97,20 @@ def predict_speed(
     return SpeedPrediction(
         tokens_per_second=1.0 / step,
         pass_costs={width: v(width) for width in (2, 4, 8)},
-        prompt_seconds=max(speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS), read_seconds),
+        prompt_seconds=max(
+            speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS), prompt_passes * read_seconds
+        ),
         speedup=max(1.0, speedup),
         is_disturbed=speed.is_disturbed,
     )
 
 
-def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
+def predict_pair(pair: ModelPair, *, read_seconds: float = 0.0) -> SpeedPrediction | None:
     """Predict the speed of a pair from its files, or return None if this machine has not been measured.
+
+    Args:
+        pair: The target and its draft model.
+        read_seconds: Time that every pass spends reading weights from disk while it computes.
 
     Raises:
         ModelFileError: A file is damaged.
@@ -112,7 +122,7 @@ def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
     draft = pair.draft if pair.draft and pair.draft.format == form.name else None
     weights = form.read_pass_weights(pair.target.path)
     if draft is None:
-        return predict_speed(speed, weights, None)
+        return predict_speed(speed, weights, None, read_seconds=read_seconds)
     parameters = [form.read_info(each.path).parameters for each in (draft, pair.target)]
     models = [(each.path, each.format) for each in (pair.target, draft)]
     return predict_speed(
@@ -121,6 +131,7 @@ def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
         form.read_pass_weights(draft.path),
         parameters[0] / max(parameters[1], 1),
         measured_acceptance_rate(models[0], models[1]),
+        read_seconds=read_seconds,
     )
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "SAVING_WINDOW_TOKENS",
     "SCORED_TOKENS",
     "SHORT_CONTEXT_TOKENS",
+    "SLOW_DISK_BYTES_PER_SECOND",
     "TOKENS_PER_DRAFT",
 ]
 
@@ -64,6 +65,9 @@ MAIN_MEMORY_COST = 10
 # Times that a draft model is read for a draft, and tokens that the pass over this draft then generates. The
 # values were chosen as a common draft length, and as what a mediocre draft model achieves with it.
 DRAFT_READS, TOKENS_PER_DRAFT = 4, 2
+# Speed in bytes per second below which a disk is named as slow. The value was chosen to lie between hard
+# disks (up to 0.25 GB/s) and SATA SSDs (0.5 GB/s).
+SLOW_DISK_BYTES_PER_SECOND = 0.3e9
 
 # --- Context size (`context_resize.py`) ---
 

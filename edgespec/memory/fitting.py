@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.errors import MemoryBudgetError, OptionError
@@ -75,8 +76,8 @@ class PlanChoice:
             one.
         heads: Number of heads to load.
         streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass.
-        substitutes: Whether only layers that have low-bit copies are streamed, and the target drafts with the
-            copies in place of these layers.
+        substitutes: File of low-bit copies. Only layers with a copy are then streamed, and the target drafts
+            with the copies in place of these layers. None if there are none.
     """
 
     context_tokens: int
@@ -91,7 +92,7 @@ class PlanChoice:
     draft_form: str = ""
     heads: int = 0
     streamed_layers: int = 0
-    substitutes: bool = False
+    substitutes: Path | None = None
 
 
 _Plan = Callable[[PlanChoice], MemoryPlan]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
-from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES
+from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES, SLOW_DISK_BYTES_PER_SECOND
 from edgespec.memory.prefix_cache import PrefixCacheUsage
 from edgespec.model.memory_estimate import ExpertShares, MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.system.files import format_bytes
@@ -61,6 +61,8 @@ class Streaming:
         disk_bytes_per_second: Measured read speed of the disk.
         substitute_bytes: Size in bytes of the low-bit copies of these weights, with which the target drafts.
             0 if there are none.
+        network_drive: Type of the network file system that holds the model, such as `nfs4`. Empty if the
+            model is on a local disk.
     """
 
     layers: int
@@ -68,6 +70,22 @@ class Streaming:
     bytes_per_pass: int
     disk_bytes_per_second: float
     substitute_bytes: int = 0
+    network_drive: str = ""
+
+    @property
+    def kept_layers(self) -> int:
+        """Number of layers whose feed-forward weights stay in memory."""
+        # The first layer is not in `all_layers`, because it is never streamed.
+        return 1 + self.all_layers - self.layers
+
+    @property
+    def warning(self) -> str:
+        """User-facing clause that says why reading from this disk is slow. Empty if it is not."""
+        if self.network_drive:
+            return f"the model is on a network drive ({self.network_drive}); copy it to an SSD if you can"
+        if self.disk_bytes_per_second < SLOW_DISK_BYTES_PER_SECOND:
+            return "the model is on a slow disk; move it to an SSD if you can"
+        return ""
 
     @property
     def seconds_per_pass(self) -> float:
@@ -89,10 +107,12 @@ class Streaming:
         """Return the figures shown by `edgespec plan --json`."""
         return {
             "layers": self.layers,
+            "kept_layers": self.kept_layers,
             "bytes_per_pass": self.bytes_per_pass,
             "disk_bytes_per_second": round(self.disk_bytes_per_second),
             "seconds_per_pass": round(self.seconds_per_pass, 3),
             "substitute_bytes": self.substitute_bytes,
+            **({"warning": self.warning} if self.warning else {}),
         }
 
 

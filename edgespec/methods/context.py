@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from edgespec.errors import CapabilityError
@@ -55,7 +56,8 @@ class DrafterContext:
         calibration_prompt: Returns the tokens of a prompt to use for measurements.
         window_tokens: Number of most recent tokens that a draft model attends to. See `DraftingOptions`.
         has_room_for_copy: Whether the memory plan leaves room for a copy of the target.
-        uses_substitutes: Whether the planner chose low-bit copies of the blocks that the target streams.
+        substitutes: File of the low-bit copies that the planner chose of the blocks that the target streams.
+            None if there are none.
         draft: The loaded draft model, or None.
         draft_drafter: The drafter that must be used with the draft model, or None for any.
         heads: The heads to draft with, at most one for each method.
@@ -75,7 +77,7 @@ class DrafterContext:
     calibration_prompt: Callable[[], list[int]]
     window_tokens: int | None = None
     has_room_for_copy: bool = True
-    uses_substitutes: bool = False
+    substitutes: Path | None = None
     draft: LanguageModel | None = None
     draft_drafter: Drafter | None = None
     heads: Sequence[HeadOption] = ()

@@ -120,6 +120,8 @@ class LoadOptions:
         return replace(
             self,
             is_draft=True,
+            # If the target is larger than memory, the kernel would evict mapped weights of the draft model.
+            mmap=self.mmap and not self.streamed_layers,
             adapters=(),
             exact=False,
             low_bits=False,

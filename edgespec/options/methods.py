@@ -139,8 +139,9 @@ class Method:
             whether the user named the method. None if the method always drafts with the target's own files.
         find_copy: Returns the copy of the target (`Resolved`) that the method drafts with, or None, given the
             target and whether the user named the method. The copy's memory is included in the plan.
-        find_substitutes: Returns the low-bit copies of the target's blocks (`Substitutes`) that the method
-            drafts with while the target streams these blocks, or None. Takes the arguments of `find_copy`.
+        find_substitutes: Returns the sets of low-bit copies of the target's blocks (`Substitutes`) that the
+            method can draft with while the target streams these blocks, the preferred one first. Takes the
+            arguments of `find_copy`.
         estimate_bytes: Returns the memory that the drafter allocates in addition to models, heads and copies,
             given the target (`Resolved`) and the context size in tokens. Included in the plan if the user
             names the method.
@@ -167,7 +168,7 @@ class Method:
     preparation: Callable[[Any], str] = lambda _context: ""
     find_target: Callable[[Any, bool], Any] | None = None
     find_copy: Callable[[Any, bool], Any] = lambda _target, _is_named: None
-    find_substitutes: Callable[[Any, bool], Any] = lambda _target, _is_named: None
+    find_substitutes: Callable[[Any, bool], Any] = lambda _target, _is_named: ()
     estimate_bytes: Callable[[Any, int], int] = lambda _target, _context_tokens: 0
 
     @property

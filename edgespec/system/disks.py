@@ -6,7 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from errno import EIO
@@ -19,10 +19,13 @@ __all__ = [
     "PARALLEL_READS",
     "READ_BYTES",
     "append_error",
+    "drop_cached",
     "explain_write_errors",
     "folder_bytes_per_second",
     "free_bytes",
     "is_sparse",
+    "largest_file",
+    "network_drive",
     "open_uncached",
     "read_bytes_per_second",
     "stores_holes",
@@ -42,6 +45,13 @@ _READ_SECONDS = 0.3
 _MEASURED_BYTES = 32 << 20
 # Size in bytes of the blocks that `os.stat` counts.
 _BLOCK_BYTES = 512
+# Linux's names of network file systems. Those in user space have the prefix `fuse.`.
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "afs", "beegfs", "ceph", "cifs", "davfs", "glusterfs", "lustre", "nfs", "nfs4", "rclone", "smb3",
+        "smbfs", "sshfs",
+    }
+)  # fmt: skip
 
 
 def write_error(folder: Path) -> OSError | None:
@@ -108,7 +118,8 @@ def _existing(folder: Path) -> Path:
 def open_uncached(path: Path) -> int:
     """Open a file for reading, bypassing the page cache if the file system allows it. Raises OSError.
 
-    Reading a large file through the page cache would evict the files of other programs.
+    Reading a large file through the page cache would evict the files of other programs. Call `drop_cached`
+    after each read, in case the cache could not be bypassed.
     """
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
@@ -120,6 +131,23 @@ def open_uncached(path: Path) -> int:
         except OSError:
             os.close(file)
     return os.open(path, os.O_RDONLY)
+
+
+def drop_cached(file: int, offset: int, size_bytes: int) -> None:
+    """Remove part of a file from the page cache if `open_uncached` could not bypass the cache for it.
+
+    Args:
+        file: The file descriptor that `open_uncached` returned.
+        offset: Start of the part in bytes.
+        size_bytes: Size of the part in bytes.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    from fcntl import F_GETFL, fcntl
+
+    if not fcntl(file, F_GETFL) & getattr(os, "O_DIRECT", 0):
+        with suppress(OSError):
+            os.posix_fadvise(file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def is_sparse(path: Path) -> bool:
@@ -148,6 +176,34 @@ def stores_holes(path: Path) -> bool:
             return os.fstat(file.fileno()).st_blocks > status.st_blocks
 
 
+def network_drive(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the network file system that holds a file or folder, or "" if there is none.
+
+    Args:
+        path: The file or folder, which may not exist yet.
+        mounts: Linux's list of mounted file systems. On other systems, network drives are not recognised.
+    """
+    with suppress(OSError):
+        # Paths may contain bytes that are not text, and unusual line breaks.
+        lines = mounts.read_bytes().split(b"\n")
+        device = _existing(path).stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}".encode()
+        for line in lines:
+            place, _, kind = line.partition(b" - ")
+            if place.split()[2:3] == [number]:
+                name = kind.split()[0].decode(errors="replace").removeprefix("fuse.")
+                return name if name in _NETWORK_FILE_SYSTEMS else ""
+    return ""
+
+
+def largest_file(files: Sequence[Path]) -> Path:
+    """Return the largest of a model's files, with which to measure its disk. Raises OSError.
+
+    Measuring with a small file is unreliable, and the first of a model's files may contain only the metadata.
+    """
+    return max(files, key=lambda file: file.stat().st_size)
+
+
 def folder_bytes_per_second(folder: Path) -> float:
     """Measure the read speed of a folder's disk with a temporary file of 32 MiB. Raises OSError."""
     with tempfile.NamedTemporaryFile(dir=_existing(folder), prefix=".edgespec-", buffering=0) as file:
@@ -167,7 +223,11 @@ def read_bytes_per_second(path: Path) -> float:
         with mmap.mmap(-1, READ_BYTES) as buffer:
             for i in range(first, parts, PARALLEL_READS):
                 # Keep consecutive reads far apart, so that the disk's own cache does not serve them.
-                done += os.preadv(file, [buffer], i * 7919 % parts * READ_BYTES)
+                offset = i * 7919 % parts * READ_BYTES
+                # Where the page cache cannot be bypassed, it would otherwise be measured instead of the disk.
+                drop_cached(file, offset, READ_BYTES)
+                done += os.preadv(file, [buffer], offset)
+                drop_cached(file, offset, READ_BYTES)
                 if now() - began > _READ_SECONDS:
                     break
         return done

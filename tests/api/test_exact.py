@@ -16,11 +16,17 @@ from edgespec import Reply, Runtime
 from edgespec.api.loading import always_draft
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.llamacpp.weight_stream import can_stream
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.loading import exact
 from edgespec.loading.bit_exactness import WidthClass
+from edgespec.loading.constants import MAX_TESTED_WIDTH
+from edgespec.loading.exact import load_exact_target
+from edgespec.loading.load_request import LoadRequest
+from edgespec.loading.pairing import find_pair
+from edgespec.loading.prefix_cache_options import file_states
 from edgespec.methods.costs import target_costs
 from edgespec.methods.costs.curve import measure_costs
 from edgespec.model import registry
@@ -338,6 +344,44 @@ def test_speeds_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
     # The demo is tried repacked and as it is in the file.
     each = counts[0]
     assert counts == [each, each, 2 * each, 2 * each]
+
+
+@pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
+def test_durations_are_measured_again_if_another_number_of_layers_is_streamed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A wide pass that is free while the disk is slower than the processor can cost much otherwise."""
+    trials, measured, padded = [], [], WidthClass((MAX_TESTED_WIDTH,))
+
+    def find(*_: Any) -> list[WidthClass]:
+        trials.append(1)
+        return [_SINGLE, padded]
+
+    def measure(loading: Any, *_: Any, **_options: Any) -> Any:
+        measured.append(loading.options.streamed_layers)
+        return _curve(1.0, 3.0) if loading.options.streamed_layers < 3 else lambda _width: 1.0
+
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "find_width_classes", find)
+    monkeypatch.setattr(exact._ExactLoading, "_measure", measure)
+    # On a busy machine, the results would be measured again for another reason.
+    monkeypatch.setattr(exact, "_machine_is_busy", lambda: False)
+    request = LoadRequest.read("demo", "none", {"context": 256})
+    pair = find_pair(request.target, request.draft, request.drafting, None, request.options)
+    for layers, widths in ((100, padded.widths), (2, _SINGLE.widths), (100, padded.widths)):
+        loaded = load_exact_target(
+            pair,
+            replace(request.options, streamed_layers=layers),
+            "auto",
+            exits_early=False,
+            measures_costs=False,
+            file_states=file_states(pair.target.path, ()),
+            progress=None,
+        )
+        assert loaded.exactness.widths == widths
+        loaded.close()
+    assert len(trials) == 1
+    assert measured == [100, 2]
 
 
 def test_the_first_real_model_keeps_its_tokens_by_default(smollm2: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import re
@@ -20,6 +21,7 @@ import gguf
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 
 import edgespec
 from edgespec.backends.llamacpp import devices, loading, native, weight_stream
@@ -35,12 +37,15 @@ from edgespec.backends.llamacpp.weight_stream import (
     spread_evenly,
     streamable_layers,
 )
+from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.loading import pair_estimate, planning
+from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
-from edgespec.memory import Limit
+from edgespec.memory import Limit, Streaming
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
@@ -304,6 +309,44 @@ def test_a_pass_that_does_not_wait_for_a_layer_fails(
     model.close()
 
 
+def test_the_first_layers_do_not_run_alone_if_the_last_of_them_has_no_name(tmp_path: Path) -> None:
+    path = write_deci(tmp_path / "deci.gguf", layers=16, without_feed_forward=5)
+    model = load(str(path), "deci", _OPTIONS)
+    expected = _rows(model)
+    model.close()
+    model = _load(path)
+    assert not model.run_first_layers(True)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
+def test_passes_over_the_first_layers_read_only_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial of exactness runs dozens of them."""
+    path = write_llama(tmp_path / "deep.gguf", layers=16)
+    model = load(str(path), "deep", _OPTIONS)
+    expected = _rows(model)
+    model.close()
+    model = _load(path)
+    assert model.run_first_layers(True)
+    read, read_layer = set(), WeightStream._read_layer
+
+    def record(self: WeightStream, layer: Any, *arguments: Any) -> BackendError | None:
+        read.add(layer.layer)
+        return read_layer(self, layer, *arguments)
+
+    with monkeypatch.context() as recording:
+        recording.setattr(WeightStream, "_read_layer", record)
+        for token in range(5, 8):
+            model.verify(TokenTree.chain(token))
+            model.commit(())
+    assert read == {1, 2, 3, 4, 5}
+    model.run_first_layers(False)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
 def test_layers_that_only_draft_are_not_streamed(tmp_path: Path) -> None:
     """In a model of two files, only the first one tells how many layers there are."""
     for number, layers in enumerate(((0, 1), (2, 3))):
@@ -437,6 +480,33 @@ def test_a_limit_of_the_address_space_is_a_lack_of_memory(tmp_path: Path, layers
     assert done.stdout == "out_of_memory\n", done.stderr
 
 
+def test_a_disk_whose_cache_cannot_be_bypassed_leaves_nothing_in_it(
+    demo_target: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped, advise = set(), os.posix_fadvise
+
+    def record(file: int, offset: int, size_bytes: int, advice: int) -> None:
+        dropped.add((offset, size_bytes))
+        advise(file, offset, size_bytes, advice)
+
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    model = _load(demo_target)
+    assert _same(_rows(model), expected)
+    model.close()
+    for layer in streamable_layers(demo_target):
+        assert all((each.offset, each.size_bytes) in dropped for each in layer.ranges)
+
+
+def test_the_draft_model_of_a_streamed_target_is_not_mapped(demo_draft: Path) -> None:
+    """The kernel drops mapped weights when memory is short, and the draft model would wait for the disk."""
+    for layers in (0, 5):
+        options = replace(_OPTIONS, streamed_layers=layers).for_draft()
+        model = load(str(demo_draft), "draft", options)
+        assert bool(weight_stream.file_mappings([demo_draft])) == (layers == 0)
+        model.close()
+
+
 def test_loading_can_be_cancelled(copy: Path) -> None:
     options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
     with pytest.raises(CancelledError):
@@ -486,6 +556,53 @@ def test_a_program_that_can_start_no_thread_closes_the_files(
     assert str(copy) not in opened
 
 
+@pytest.mark.parametrize("started", [0, 2, 4])
+def test_a_program_that_can_start_few_threads_stops_them(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    before = threading.enumerate()
+    start, attempts = threading.Thread.start, iter(range(100))
+
+    def limited(self: threading.Thread) -> None:
+        if next(attempts) >= started:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, threads=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", limited)
+        with raises(BackendError, "can't start new thread", code="out_of_memory"):
+            load(str(copy), "demo", options)
+    assert not set(threading.enumerate()) - set(before)
+
+
+def test_a_pass_that_is_complete_ends_before_a_failure_of_the_next_one_is_reported(
+    model: LanguageModel, copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader is already reading the first layers for the next pass when the last ones are computed."""
+    read_layer, on_layer, layers = WeightStream._read_layer, WeightStream.on_layer, streamable_layers(copy)
+
+    def fail(self: WeightStream, layer: Any, *arguments: Any) -> BackendError | None:
+        error = read_layer(self, layer, *arguments)
+        return BackendError("the disk failed", "") if layer == layers[0] else error
+
+    def wait_for_failure(self: WeightStream, name: bytes) -> bool:
+        if name == b"l_out-%d" % layers[-1].layer:
+            with self._state:
+                assert self._state.wait_for(lambda: self._error is not None, 20)
+        return on_layer(self, name)
+
+    stream = model._stream  # type: ignore[attr-defined]
+    with stream._state:
+        # The first layers for the next pass are in memory.
+        assert stream._state.wait_for(lambda: not stream._has_room, 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(WeightStream, "_read_layer", fail)
+        broken.setattr(WeightStream, "on_layer", wait_for_failure)
+        step(model, 5)
+    assert _same(_rows(model), expected)
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [(OSError(5, "Input/output error"), "Input/output error"), (MemoryError(), "MemoryError")],
@@ -533,8 +650,28 @@ class TestPlanning:
         assert plan.streaming is not None
         assert 0 < plan.streaming.layers < plan.streaming.all_layers
         assert plan.streaming.bytes_per_pass > 20 << 20
-        assert plan.to_json()["streaming"]["seconds_per_pass"] > 0
+        shown = plan.to_json()["streaming"]
+        assert shown["seconds_per_pass"] > 0
+        # SmolLM2 has 30 layers.
+        assert shown["layers"] + shown["kept_layers"] == 30
         assert preview.advice
+
+    @pytest.mark.parametrize("draft", ["none", "demo-draft"])
+    def test_the_expected_speed_is_limited_by_the_disk(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch, draft: str
+    ) -> None:
+        fast = CostCurve((1, 2, 4, 8), (1e-12, 1e-12, 1e-12, 1e-12))
+        machine = MachineSpeed({"Q4_K": TypeSpeed(fast, 1e-15)}, 1e-9)
+        monkeypatch.setattr(speed_prediction, "saved_machine_speed", lambda form: machine)
+        monkeypatch.setattr(pair_estimate, "read_bytes_per_second", lambda path: 1e9)
+        preview = edgespec.plan(str(smollm2), draft, memory=short_bytes, context=1024)
+        assert preview.plan.streaming is not None
+        assert preview.prediction is not None
+        seconds = preview.plan.streaming.seconds_per_pass
+        assert preview.prediction.tokens_per_second == pytest.approx(1 / seconds)
+        # A prompt of 1,000 tokens is read in two passes.
+        assert preview.prediction.prompt_seconds == pytest.approx(2 * seconds)
+        assert (preview.prediction.speedup > 1.2) == (draft != "none")
 
     def test_a_context_extended_into_free_memory_is_planned_with_the_stream(
         self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -545,6 +682,36 @@ class TestPlanning:
         plan = preview.plan
         assert plan.context_tokens > SHORT_CONTEXT_TOKENS
         assert plan.streaming is not None
+
+    @pytest.mark.parametrize("draft", ["none", "demo-draft"])
+    def test_the_plan_shows_the_speed_and_the_layers(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch, draft: str
+    ) -> None:
+        fast = CostCurve((1, 2, 4, 8), (1e-12, 1e-12, 1e-12, 1e-12))
+        machine = MachineSpeed({"Q4_K": TypeSpeed(fast, 1e-15)}, 1e-9)
+        monkeypatch.setattr(speed_prediction, "saved_machine_speed", lambda form: machine)
+        # A rate at which the whole model takes minutes.
+        monkeypatch.setattr(pair_estimate, "read_bytes_per_second", lambda path: 1e6)
+        options = ["--memory", str(short_bytes), "--context", "1024", "--draft", draft]
+        command = ["plan", "--target", str(smollm2), *options]
+        shown = " ".join(CliRunner().invoke(program, command).stdout.split())
+        said = json.loads(CliRunner().invoke(program, [*command, "--json"]).stdout)
+        speed = said["prediction"]["tokens_per_second_with_draft"]
+        assert 0 < said["prediction"]["tokens_per_second"] <= speed < 0.5
+        assert ("with the draft model" in shown) == (draft != "none")
+        assert f"{speed:.2g}" in shown
+        assert f"weights of {said['streaming']['layers']} layers are read from disk" in shown
+        assert f"of {said['streaming']['kept_layers']} stay in memory" in shown
+        assert said["streaming"]["warning"] in shown
+
+    @pytest.mark.parametrize(
+        ("speed", "kind", "is_slow"), [(1e9, "", False), (0.1e9, "", True), (1e9, "nfs4", True)]
+    )
+    def test_slow_disks_and_network_drives_are_named(self, speed: float, kind: str, is_slow: bool) -> None:
+        streaming = Streaming(4, 29, 1 << 30, speed, network_drive=kind)
+        assert bool(streaming.warning) == is_slow
+        assert kind in streaming.warning
+        assert ("warning" in streaming.to_json()) == is_slow
 
     def test_the_disk_is_measured_although_the_model_is_not_on_this_machine(
         self, smollm2: Path, short_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

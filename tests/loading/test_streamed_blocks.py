@@ -158,6 +158,19 @@ def test_copies_that_are_prepared_again_are_used_again(
     assert find_substitutes(big) == prepared
 
 
+def test_the_newest_copies_that_fit_are_used(big: Path, memory_bytes: int, prepared: PreparedModel) -> None:
+    """Those for more memory are fewer, so that without it not enough blocks can be streamed."""
+    others = prepare_substitutes(big, memory_bytes + 8 * _MIB, "Q4_0")
+    assert find_substitutes(big) == others
+    assert others.facts["weight_bytes"] < prepared.facts["weight_bytes"]
+    for memory, expected in ((memory_bytes, prepared), (memory_bytes + 8 * _MIB, others)):
+        plan = _plan(big, memory).plan
+        assert plan.streaming.substitute_bytes == expected.facts["weight_bytes"]
+    with _loaded(big, memory_bytes, "lowbit") as runtime:
+        reply = _tokens(runtime, 0.0, "lowbit")
+        assert reply.stats.draft_weight_bytes == prepared.facts["weight_bytes"]
+
+
 def test_auto_loads_the_model_if_the_copies_cannot_be_loaded(
     big: Path, memory_bytes: int, prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

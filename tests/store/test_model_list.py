@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
@@ -18,6 +20,7 @@ from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.model_facts import ModelInfo
 from edgespec.store.catalogue import load_catalogue, models_folder
 from edgespec.store.installed import loaded_bytes
+from tests.backends.tiny_gguf import finish
 from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
@@ -149,3 +152,17 @@ def test_a_download_can_be_cancelled_and_resumed(hub: StandInHub, cache: Path) -
     kept = next(cache.rglob("*.edgespec")).stat().st_size
     assert edgespec.download_model(f"hf:{REPOSITORY}").read_bytes() == hub.files["tiny-Q4_K_M.gguf"]
     assert hub.ranges == [f"bytes={kept}-"]
+
+
+def test_the_disk_is_measured_with_the_largest_file_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file of a split model may contain only the metadata."""
+    for number, size in ((1, 8), (2, 1 << 20)):
+        writer = gguf.GGUFWriter(tmp_path / f"model-0000{number}-of-00002.gguf", "llama")
+        writer.add_uint16("split.no", number - 1)
+        writer.add_uint16("split.count", 2)
+        finish(writer, {f"blk.{number}.ffn_up.weight": np.ones(size, np.float32)})
+    monkeypatch.setattr(model_list, "read_bytes_per_second", lambda path: float(path.stat().st_size))
+    path = tmp_path / "model-00001-of-00002.gguf"
+    assert model_list._disk_speed(path) > 4 << 20

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from edgespec.system.disks import folder_bytes_per_second, is_sparse, stores_holes
+from edgespec.system.disks import (
+    READ_BYTES,
+    drop_cached,
+    folder_bytes_per_second,
+    is_sparse,
+    network_drive,
+    open_uncached,
+    read_bytes_per_second,
+    stores_holes,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems need none of this")
 
@@ -41,3 +53,79 @@ def test_a_memory_file_system_stores_mapped_holes(tmp_path: Path, size_bytes: in
 def test_the_disk_of_a_folder_is_measured_without_leaving_files(tmp_path: Path) -> None:
     assert folder_bytes_per_second(tmp_path / "later") > 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The parts of files that are removed from the page cache, as (offset, size) tuples."""
+    parts, advise = [], os.posix_fadvise
+
+    def record(file: int, offset: int, size_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        parts.append((offset, size_bytes))
+        advise(file, offset, size_bytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    return parts
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = open_uncached(path)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def test_what_is_read_through_the_page_cache_is_dropped(
+    tmp_path: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * READ_BYTES))
+    # Some file systems have no way to bypass the cache.
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    with _opened(path) as file:
+        drop_cached(file, 4096, 8192)
+    assert dropped == [(4096, 8192)]
+    assert read_bytes_per_second(path) > 0
+    # Each part is dropped before it is read too. Otherwise, the cache would be measured instead of the disk.
+    parts = dropped[1:]
+    assert {offset for offset, _ in parts} <= {0, READ_BYTES, 2 * READ_BYTES}
+    assert parts
+    assert len(parts) % 2 == 0
+
+
+def test_the_page_cache_is_left_alone_if_it_is_bypassed(
+    tmp_path: Path, dropped: list[tuple[int, int]]
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with _opened(path) as file:
+        if not _is_direct(file):
+            pytest.skip("this file system cannot bypass the page cache")
+        drop_cached(file, 0, 1 << 20)
+    assert not dropped
+
+
+def _is_direct(file: int) -> bool:
+    from fcntl import F_GETFL, fcntl
+
+    return bool(fcntl(file, F_GETFL) & os.O_DIRECT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("ext4", ""), ("nfs4", "nfs4"), ("fuse.sshfs", "sshfs"), ("fuse.ntfs-3g", "")]
+)
+def test_network_drives_are_recognised(tmp_path: Path, kind: str, expected: str) -> None:
+    mounts, device = tmp_path / "mountinfo", tmp_path.stat().st_dev
+    mounts.write_bytes(
+        b"22 27 0:0 / /proc rw,relatime - proc proc rw\n"
+        b"23 27 0:1 / /odd\x0cplace\xff rw,relatime shared:1 - nfs server:/ rw\n"
+        + f"27 1 {os.major(device)}:{os.minor(device)} / / rw - {kind} /dev/vda rw\n".encode()
+    )
+    assert network_drive(tmp_path / "later" / "model.gguf", mounts) == expected
+
+
+def test_without_a_list_of_mounts_no_network_drive_is_recognised(tmp_path: Path) -> None:
+    assert network_drive(tmp_path, tmp_path / "missing") == ""

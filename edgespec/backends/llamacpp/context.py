@@ -230,6 +230,7 @@ class LlamaContext(KvSequences):
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
         # Replaces `_hook` while passes stop after the first layers. See `run_first_layers`.
         self._first_layers: HiddenStateHook | None = None
+        self._first_layer_count = 0
         self.kv_readers: list[LlamaContext] = []
         # Number of calls to `allocate`. Head contexts compare it to detect that this context was replaced.
         self._generation = 0
@@ -343,6 +344,7 @@ class LlamaContext(KvSequences):
         """
         size = self._lib.llama_model_n_embd(self._model)
         self._first_layers = HiddenStateHook([layer_output(count - 1)], size) if count else None
+        self._first_layer_count = count
         self.allocate(self.plan)
 
     @property
@@ -561,7 +563,7 @@ class LlamaContext(KvSequences):
         recent_errors(clear=True)
         run = self._lib.llama_encode if encode else self._lib.llama_decode
         if self._stream:
-            self._stream.begin_pass(lambda: self.interrupt.requested)
+            self._stream.begin_pass(lambda: self.interrupt.requested, self._first_layer_count or None)
         take_lost_interrupt()
         status = run(self._context, batch.native)
         if take_lost_interrupt():

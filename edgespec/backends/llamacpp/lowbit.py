@@ -114,7 +114,10 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
             "choose another method",
             code="lowbit_not_supported",
         )
-    options = replace(target.options, adapters=())
+    # See `LoadOptions.for_draft` for `mmap`.
+    options = replace(
+        target.options, adapters=(), mmap=target.options.mmap and not target.options.streamed_layers
+    )
     if options.memory_bytes is not None:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Edges
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.gguf_files import gguf_files, tensor_size
 from edgespec.model.formats.gguf_header import read_header
-from edgespec.system.disks import PARALLEL_READS, READ_BYTES, open_uncached
+from edgespec.system.disks import PARALLEL_READS, READ_BYTES, drop_cached, open_uncached
 
 __all__ = [
     "FEED_FORWARD",
@@ -207,6 +207,8 @@ class WeightStream:
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
+        # Number of streamed layers that a pass computes.
+        self._count = len(streamed)
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
         # Indices of the layers after which a pass waits for the next streamed layer.
         self._waits = {layer.before for layer in streamed}
@@ -226,6 +228,8 @@ class WeightStream:
         self._restarts = 0
         self._closed = False
         self._error: EdgespecError | None = None
+        # Whether the current pass needs a layer that could not be read.
+        self._failed = False
         self._is_interrupted: Callable[[], bool] = bool
         # Whether the current pass was interrupted, and the value of `_done` at its start.
         self._stopped, self._first = False, 0
@@ -242,6 +246,8 @@ class WeightStream:
             self._reader = threading.Thread(target=self._run, name="edgespec-weights", daemon=True)
             undo.callback(self._stop)
             try:
+                self._pool = _start_pool()
+                undo.callback(self._pool.shutdown)
                 self._reader.start()
             except RuntimeError as error:
                 raise BackendError(
@@ -290,6 +296,7 @@ class WeightStream:
                 if not count:
                     break
                 done += count
+            drop_cached(file, part.offset, part.size_bytes)
             if _state(file) == self._states[part.file]:
                 return
             reason = "the file was changed while the model was in use"
@@ -307,14 +314,14 @@ class WeightStream:
 
     def _run(self) -> None:
         """Read the streamed layers in a cycle, pausing while `LAYERS_IN_MEMORY` of them are in memory."""
-        with ThreadPoolExecutor(PARALLEL_READS, "edgespec-read") as pool:
+        with self._pool:
             while True:
                 with self._state:
                     self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
                     if self._closed:
                         return
-                    layer, restarts = self._layers[self._read % len(self._layers)], self._restarts
-                error = self._read_layer(layer, restarts, pool)
+                    layer, restarts = self._layers[self._read % self._count], self._restarts
+                error = self._read_layer(layer, restarts)
                 with self._state:
                     if self._is_outdated(restarts):
                         self._free(layer)
@@ -322,7 +329,7 @@ class WeightStream:
                         self._read, self._error = self._read + 1, error
                     self._state.notify_all()
 
-    def _read_layer(self, layer: LayerRanges, restarts: int, pool: Executor) -> BackendError | None:
+    def _read_layer(self, layer: LayerRanges, restarts: int) -> BackendError | None:
         """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
 
         def load(part: _Range) -> None:
@@ -331,10 +338,10 @@ class WeightStream:
 
         reads: list[Future[None]] = []
         try:
-            reads.extend(pool.submit(load, part) for each in layer.ranges for part in _parts(each))
+            reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
             # The interpreter is shutting down without the model having been closed, so no new reads can be
-            # submitted.
+            # submitted. There is no other reason, because all threads of the pool have been started.
             wait(reads)
             return BackendError("cannot read the weights, because edgespec is exiting")
         # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
@@ -358,29 +365,34 @@ class WeightStream:
 
     @property
     def _has_room(self) -> bool:
-        return self._read - self._done < min(LAYERS_IN_MEMORY, len(self._layers))
+        return self._read - self._done < min(LAYERS_IN_MEMORY, self._count)
 
-    def begin_pass(self, is_interrupted: Callable[[], bool]) -> None:
+    def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
         """Prepare for a pass. If the last one was not finished, start again at the first streamed layer.
 
         Args:
             is_interrupted: Returns whether to stop waiting for weights.
+            layers: Number of leading layers that the pass computes, or None for all. The weights of other
+                layers are not read.
 
         Raises:
             BackendError: The weights cannot be read.
         """
         self._is_interrupted, self._stopped = is_interrupted, False
+        # The reader reads the layers in a cycle, which must not be empty.
+        count = max(1, sum(layers is None or layer.layer < layers for layer in self._layers))
         with self._lock:
-            if self._error is not None or not self._is_intact or self._done % len(self._layers) > 0:
+            is_next = self._is_intact and self._done % self._count == 0 and count == self._count
+            if self._error is not None or not is_next:
                 # Retry after a disk failure, which may have been temporary.
                 self._error = None
                 for number in range(self._done, self._read):
-                    self._free(self._layers[number % len(self._layers)])
-                self._done = self._read = 0
+                    self._free(self._layers[number % self._count])
+                self._done, self._read, self._count = 0, 0, count
                 self._restarts += 1
                 self._state.notify_all()
             self._first = self._awaited = self._done
-            self._missed = self._is_intact = False
+            self._missed = self._is_intact = self._failed = False
 
     def end_pass(self, *, is_partial: bool) -> None:
         """Check that all weights were read in time for a pass that llama.cpp reports as successful.
@@ -393,12 +405,12 @@ class WeightStream:
             CancelledError: The pass was interrupted.
             CapabilityError: llama.cpp does not name the layers of this model.
         """
-        if self._error is not None:
+        if self._failed and self._error is not None:
             raise self._error
         if self._stopped:
             raise CancelledError("the model's computation was cancelled")
         finished = self._done - self._first
-        if self._missed or (not is_partial and (not finished or finished % len(self._layers))):
+        if self._missed or (not is_partial and (not finished or finished % self._count)):
             raise CapabilityError(
                 "this model cannot run from disk, because llama.cpp does not report its layers",
                 "choose a model that fits in memory",
@@ -415,18 +427,20 @@ class WeightStream:
         layer = int(name.rpartition(b"-")[2])
         with self._lock:
             if layer in self._order:
-                self._missed |= self._awaited <= self._done or self._order[layer] != self._done % len(
-                    self._layers
-                )
+                position = self._done % self._count
+                self._missed |= self._awaited <= self._done or self._order[layer] != position
                 self._free(self._layers[self._order[layer]])
                 self._done += 1
                 self._state.notify_all()
-            if layer in self._waits:
+            if layer in self._waits and self._done < self._first + self._count:
                 while self._read <= self._done and self._error is None and not self._stopped:
                     self._state.wait(_POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
                 self._awaited = self._done + 1
-            return self._error is None and not self._stopped
+                # After an error, the reader stops, so the last layer that it counted is the one that it could
+                # not read. If only a later layer or the next pass needs that one, the pass can continue.
+                self._failed = self._error is not None and self._read <= self._awaited
+            return not self._failed and not self._stopped
 
     def close(self) -> None:
         """Stop reading. Must be called before the model is freed."""
@@ -454,6 +468,23 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
             begin, end = (int(address, 16) for address in addresses.split("-"))
             found.add((numbers[path[0]], int(offset, 16), begin, end))
     return found
+
+
+def _start_pool() -> ThreadPoolExecutor:
+    """Return a pool whose threads have all been started. Raises RuntimeError if one cannot be started.
+
+    `submit` would otherwise start them one by one, and if it failed, it would have queued the read already.
+    """
+    pool, start = ThreadPoolExecutor(PARALLEL_READS, "edgespec-read"), threading.Barrier(PARALLEL_READS)
+    try:
+        for _ in range(PARALLEL_READS):
+            # A thread that waits is not idle, so each call starts another one.
+            pool.submit(start.wait)
+    except RuntimeError:
+        start.abort()
+        pool.shutdown()
+        raise
+    return pool
 
 
 def _parts(whole: _Range) -> Iterator[_Range]:

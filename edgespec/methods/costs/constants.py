@@ -24,6 +24,7 @@ __all__ = [
     "PLAIN_STEP_WEIGHT",
     "REPEATS",
     "REQUIRED_WIDTHS",
+    "STREAMED_LAYERS_RATIO",
     "THREAD_BUDGET_SECONDS",
     "THREAD_ROUNDS",
     "THREAD_SHARES",
@@ -59,6 +60,10 @@ ASSUMED_COST_PER_TOKEN = 0.05
 # Discard saved pass durations if a single-token pass is now slower or faster by more than this factor. The
 # factor was chosen to exceed the usual variation in a machine's speed.
 MAX_STEP_RATIO = 2.0
+# Saved pass durations of a model that is read from disk are used again if the number of streamed layers has
+# changed by less than about this factor. It was chosen to cover small changes in the amount of free memory,
+# with which every load would otherwise measure the model anew.
+STREAMED_LAYERS_RATIO = 1.1
 # Weight of the newest token in the moving average of the time per token without drafting, chosen to average
 # over about five tokens.
 PLAIN_STEP_WEIGHT = 0.2

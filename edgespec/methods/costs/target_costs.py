@@ -7,6 +7,7 @@ share an execution unit, or compete for memory bandwidth.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from statistics import median
 from time import perf_counter as now
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from edgespec.methods.costs.constants import (
     MAX_THREAD_SLOWDOWN,
     MIN_THREAD_GAIN,
     REPEATS,
+    STREAMED_LAYERS_RATIO,
     THREAD_BUDGET_SECONDS,
     THREAD_ROUNDS,
     THREAD_SHARES,
@@ -35,6 +37,7 @@ __all__ = [
     "TargetCosts",
     "fastest_threads",
     "settings_key",
+    "streaming_key",
     "thread_counts",
     "use_fastest_threads",
 ]
@@ -66,7 +69,8 @@ class TargetCosts:
             the target step is measured, and the cost of multi-token passes is estimated.
 
     Attributes:
-        settings_key: Key that identifies all settings that affect the duration of a pass.
+        settings_key: Key that identifies all settings that affect the duration of a pass, except how many
+            layers are streamed. See `streaming_key`.
         has_loss_limit: Whether to limit how much time a reply can lose to rejected drafts.
         fixes_threads: Whether replies depend on the number of CPU threads, so that it must not change.
         thread_seconds: Duration of a single-token pass in seconds for each number of CPU threads that
@@ -79,7 +83,7 @@ class TargetCosts:
         self._model = model
         self._is_measuring = is_measuring
         self._is_remote = options.workers is not None
-        self.settings_key = settings_key(options)
+        self.settings_key, self._streaming_key = settings_key(options), streaming_key(options)
         self.fixes_threads = False
         self.thread_seconds: Mapping[int, float] = {}
 
@@ -89,7 +93,8 @@ class TargetCosts:
         return Facts().notice
 
     def _key(self) -> str:
-        return f"{models_fingerprint(self._model.facts)} {self.settings_key} {self._model.threads}"
+        settings = f"{self.settings_key} {self._model.threads}{self._streaming_key}"
+        return f"{models_fingerprint(self._model.facts)} {settings}"
 
     def choose_threads(self, progress: Progress | None = None, *, again: bool = False) -> None:
         """Switch the target to the fastest CPU thread count. See `use_fastest_threads`.
@@ -155,13 +160,25 @@ def settings_key(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
     kernels += " low bits" * options.low_bits
-    # Leave out the number of streamed layers, because it varies with the amount of free memory.
+    # Leave out the number of streamed layers, because it varies with the amount of free memory, and results
+    # such as the bits of the logits do not depend on it. Durations do. See `streaming_key`.
     kernels += " streamed" * (options.streamed_layers > 0)
     kernels += f" experts {options.experts}" if options.experts else ""
     links = options.workers.links if options.workers else ()
     workers = "".join(f" {link.address}" for link in links)
     split = " tensors" * options.split_tensors + " output" * options.output_on_worker
     return repr((chosen, machine_identity())) + kernels + workers + split
+
+
+def streaming_key(options: LoadOptions) -> str:
+    """Return what to append to `settings_key` to identify durations, or "" if no layers are streamed.
+
+    The more layers a pass reads from disk, the less its width matters. Durations measured with many streamed
+    layers would therefore make wide passes, and padding to them, seem nearly free with few.
+    """
+    if not options.streamed_layers:
+        return ""
+    return f" streamed {round(log(options.streamed_layers, STREAMED_LAYERS_RATIO))}"
 
 
 def _curve_from_json(saved: Any, pass_widths: tuple[int, ...]) -> CostCurve | None:

@@ -22,7 +22,7 @@ def _make(context: DrafterContext) -> Drafter | MissingDrafter:
 
 
 def _is_ready(context: DrafterContext) -> bool:
-    if context.uses_substitutes:
+    if context.substitutes is not None:
         return True
     return context.has_room_for_copy and _find_copy(context.files, False) is not None
 
@@ -39,7 +39,7 @@ def _find_copy(target: Resolved, is_named: bool) -> Resolved | None:
     return lowbit_model(target, is_named=is_named)
 
 
-def _find_substitutes(target: Resolved, is_named: bool) -> Substitutes | None:
+def _find_substitutes(target: Resolved, is_named: bool) -> list[Substitutes]:
     from edgespec.methods.lowbit.substitutes import find_usable_substitutes
 
     return find_usable_substitutes(target, is_named=is_named)

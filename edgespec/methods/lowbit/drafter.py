@@ -10,7 +10,7 @@ from edgespec.errors import BackendError, MemoryBudgetError, ModelFileError
 from edgespec.methods.base import Drafter
 from edgespec.methods.constants import MAX_COPY_SHARE
 from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
-from edgespec.methods.lowbit.substitutes import find_substitutes, find_usable_substitutes
+from edgespec.methods.lowbit.substitutes import find_substitutes
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
 from edgespec.store.prepared.prepared_files import (
@@ -61,7 +61,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
         found = _copy_to_use(context)
         if isinstance(found, MissingDrafter):
             return found
-        copy, is_partial = str(found), context.uses_substitutes
+        copy, is_partial = str(found), context.substitutes is not None
     try:
         view = context.target.self_draft(
             LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None, is_partial)
@@ -78,10 +78,8 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
 def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
     """Return the low-bit file to draft with, or why there is none. Raises ModelFileError if it is damaged."""
     facts, path = context.target.facts, context.files.path
-    if context.uses_substitutes:
-        substitutes = find_usable_substitutes(context.files, is_named=True)
-        assert substitutes is not None  # The planner has found them.
-        return substitutes.file
+    if context.substitutes is not None:
+        return context.substitutes
     prepared = find_lowbit(path)
     if prepared is not None:
         check_lowbit(prepared, path)

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
-from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, find_prepared
+from edgespec.store.prepared.prepared_files import (
+    PreparedModel,
+    check_prepared,
+    find_all_prepared,
+    find_prepared,
+)
 from edgespec.store.reference import Resolved
 
 __all__ = ["KIND", "SUBSTITUTES_FILE", "Substitutes", "find_substitutes", "find_usable_substitutes"]
@@ -40,28 +45,29 @@ def find_substitutes(path: Path) -> PreparedModel | None:
     return find_prepared(KIND, path)
 
 
-def find_usable_substitutes(target: Resolved, *, is_named: bool) -> Substitutes | None:
-    """Return the low-bit copies of the target's blocks, or None if there are none to draft with.
+def find_usable_substitutes(target: Resolved, *, is_named: bool) -> list[Substitutes]:
+    """Return the sets of low-bit copies of the target's blocks, newest first.
+
+    Each set was prepared for one amount of memory.
 
     Args:
         target: The target whose copies to find.
         is_named: Whether the user named the method. If not, damaged or outdated copies are ignored.
 
     Raises:
-        ModelFileError: The user named the method, but the copies are damaged or outdated.
+        ModelFileError: The user named the method, but the newest copies are damaged or outdated.
     """
+    found: list[Substitutes] = []
     if not target.file_format.low_bit_copy_format or target.path.is_dir():
-        return None
-    prepared = find_substitutes(target.path)
-    if prepared is None:
-        return None
-    try:
-        check_prepared(prepared, target.path)
-    except ModelFileError:
-        if is_named:
-            raise
-        return None
-    with suppress(KeyError, TypeError, ValueError, AttributeError):
-        sizes = {int(layer): int(size) for layer, size in prepared.facts["layer_bytes"].items()}
-        return Substitutes(prepared.path(SUBSTITUTES_FILE), sizes)
-    return None
+        return found
+    for prepared in find_all_prepared(KIND, target.path):
+        try:
+            check_prepared(prepared, target.path)
+        except ModelFileError:
+            if is_named and not found:
+                raise
+            continue
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            sizes = {int(layer): int(size) for layer, size in prepared.facts["layer_bytes"].items()}
+            found.append(Substitutes(prepared.path(SUBSTITUTES_FILE), sizes))
+    return found

@@ -28,6 +28,7 @@ __all__ = [
     "PreparedModel",
     "absolute_path",
     "check_prepared",
+    "find_all_prepared",
     "find_prepared",
     "hash_files",
     "list_prepared",
@@ -86,6 +87,14 @@ def store_folder() -> Path:
 def find_prepared(kind: str, source: Path, settings: BuildSettings | None = None) -> PreparedModel | None:
     """Return the newest model prepared from `source`, or None if there is none.
 
+    The arguments are those of `find_all_prepared`.
+    """
+    return next(iter(find_all_prepared(kind, source, settings)), None)
+
+
+def find_all_prepared(kind: str, source: Path, settings: BuildSettings | None = None) -> list[PreparedModel]:
+    """Return all models prepared from `source`, newest first.
+
     The files are not checked (see `check_prepared`). Folders with an unreadable manifest are ignored.
 
     Args:
@@ -99,7 +108,7 @@ def find_prepared(kind: str, source: Path, settings: BuildSettings | None = None
         for prepared, changed_ns in _prepared(kind)
         if prepared.source == source and settings in (None, dict(prepared.settings))
     ]
-    return max(found)[2] if found else None
+    return [prepared for *_, prepared in sorted(found, key=lambda each: each[:2], reverse=True)]
 
 
 def list_prepared() -> list[PreparedModel]:

@@ -128,6 +128,21 @@ class TestMeasureCosts:
             measure_costs(model)
         assert next(counted) == 5
 
+    def test_the_tokens_of_a_pass_differ(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Equal tokens would be routed to the same experts."""
+        model = table(1, vocab=64)
+        chains, whole = {}, model.verify
+
+        def verify(tree: TokenTree, first: int = 0) -> Any:
+            chains[tree.width] = tree.tokens
+            return whole(tree, first)
+
+        monkeypatch.setattr(model, "verify", verify)
+        measure_costs(model, (1, 4, 8), repeats=0)
+        assert len(set(chains[8])) > 4
+        assert chains[8][:4] == chains[4]
+        assert chains[4][:1] == chains[1]
+
     def test_full_context_raises(self) -> None:
         model = table(1, context_tokens=4)
         model.prefill([1] * 4)

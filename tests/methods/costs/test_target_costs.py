@@ -97,6 +97,13 @@ def test_each_load_option_has_its_own_curve(clock: Clock, options: LoadOptions) 
     assert clock.curves == 2
 
 
+def test_a_curve_is_used_for_about_the_same_number_of_streamed_layers(clock: Clock) -> None:
+    """With fewer of them, the processor rather than the disk determines how long a wide pass takes."""
+    for layers, curves in ((40, 1), (41, 1), (30, 2), (1, 3), (2, 4), (0, 5), (40, 5)):
+        target_curve(table(5), LoadOptions(streamed_layers=layers))
+        assert clock.curves == curves
+
+
 @pytest.mark.parametrize(("now_seconds", "curves"), [(0.15, 1), (0.07, 1), (0.3, 2), (0.02, 2)])
 def test_a_changed_speed_is_measured_again(clock: Clock, now_seconds: float, curves: int) -> None:
     target_curve(table(5), LoadOptions())
