@@ -12,6 +12,7 @@ from edgespec.api.runtime import Runtime
 from edgespec.bench.constants import MAX_BUSY_SHARE, MIN_SPEED_UP, TRIED_DRAFT_LENGTH
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError
+from edgespec.loading.recommendation import cost_text, draft_advice
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.methods.constants import MAX_DRAFT_LENGTH
 from edgespec.methods.costs.curve import CostCurve
@@ -77,7 +78,8 @@ class Tuning:
         limit: Highest possible speed-up on this machine, if every draft token is accepted and drafting costs
             nothing.
         auto: Speed-up of method `auto`. None if the models were loaded with another method.
-        verdict: Recommendation in one sentence.
+        verdict: The recommendation. If no method helps, also why, and which model would be faster with a
+            draft model.
         notice: Why the pass durations could not be saved, or empty if they were.
         was_cpu_busy: Whether other programs used the CPU during the measurements.
     """
@@ -145,7 +147,7 @@ def tune(
         drafters=drafters,
         limit=limit,
         auto=auto,
-        verdict=_verdict(limit, drafters, auto)
+        verdict=_verdict(limit, drafters, auto, _why(curve, runtime))
         if capabilities.rollback
         else f"Drafting does not work with this model: {capabilities.reason}.",
         notice=runtime.costs_notice,
@@ -265,12 +267,22 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     return hits / judged if judged else 0.0
 
 
-def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None = None) -> str:
+def _why(curve: CostCurve, runtime: Runtime) -> str:
+    """Return a sentence on why drafting may not help with this model, and which model it would help."""
+    budget_bytes = runtime.plan.budget_bytes("memory") if runtime.plan else None
+    advice = draft_advice(budget_bytes) or "`edgespec recommend` shows which models it would help"
+    return f"On this machine, {cost_text(curve.v(2))}; {advice}."
+
+
+def _verdict(
+    limit: float, drafters: Sequence[DrafterResult], auto: float | None = None, why: str = ""
+) -> str:
     if limit < MIN_SPEED_UP:
-        return (
+        verdict = (
             "Drafting cannot help on this machine: checking several tokens at once takes as long as"
             " generating them one by one. Use --method none."
         )
+        return f"{verdict} {why}".rstrip()
     tried = [result for result in drafters if result.drafted]
     if drafters and not tried:
         return "The replies were too short to try any method. Use a larger --max-tokens."
@@ -280,7 +292,8 @@ def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None
     if auto is not None and auto >= max(expected, MIN_SPEED_UP):
         return f"Keep the default: no single method is expected to be faster ({ceiling})."
     if best is None or expected < MIN_SPEED_UP:
-        return f"No available method makes replies faster here ({ceiling}). Use --method none."
+        verdict = f"No available method makes replies faster here ({ceiling}). Use --method none."
+        return f"{verdict} {why}".rstrip()
     return (
         f"Use --method {best.name} --draft-length {best.best_length}. Expect a speed-up of"
         f" {best.expected:.2f}x on similar text ({ceiling})."

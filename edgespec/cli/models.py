@@ -323,6 +323,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     Until two models have been used together, their expected speed-up is estimated from their sizes. The exit
     status is 1 if a file could not be read.
     """
+    from edgespec.loading.recommendation import why_no_speedup
     from edgespec.model.formats.head_files import head_info
     from edgespec.store.catalogue import load_catalogue
     from edgespec.store.drafts import choose_draft, draft_options
@@ -357,6 +358,8 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         if not shown.info or (shown.info.kind == "model" and not shown.problem):
             shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
             shown.heads = head_options(found)
+            if shown.info and not shown.is_too_small and not any(head.head for head in shown.heads):
+                shown.why_no_speedup = why_no_speedup(found, shown.choice.draft)
         if probe:
             has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
             shown.facts, shown.problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))

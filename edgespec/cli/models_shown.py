@@ -38,6 +38,8 @@ _TOO_SMALL = (
     "cannot be predicted, because this model is so small that drafting usually costs more time than it saves;"
     " `edgespec bench` measures it"
 )
+_NO_DRAFTS = "none; to try another model with the same tokens, name it with --draft"
+_NO_HEAD = "none was found for this model; to use one from elsewhere, name its folder with --head"
 
 
 @dataclass(slots=True)
@@ -57,6 +59,8 @@ class Shown:
         options: Models that can draft for this one, best first.
         choice: The draft model that `--draft auto` would use.
         heads: Heads for this model, most preferred first.
+        why_no_speedup: Why no speed-up is expected on this machine, and which model would be faster. Empty if
+            a draft model or head is expected to help.
         problem: The error if the model could not be read or loaded.
     """
 
@@ -72,6 +76,7 @@ class Shown:
     options: Sequence[DraftOption] = ()
     choice: DraftChoice | None = None
     heads: Sequence[HeadOption] = ()
+    why_no_speedup: str = ""
     problem: str = ""
 
     @property
@@ -115,6 +120,7 @@ class Shown:
                 "why": choice.reason if choice else self.missing,
             },
             "heads": [_head_json(head) for head in self._shown_heads],
+            "why_no_speedup": self.why_no_speedup or None,
             "problem": self.problem,
         }
 
@@ -138,6 +144,10 @@ class Shown:
         if self.choice is not None:
             lines += _draft_lines(self.options, self.choice, is_too_small=self.is_too_small)
         lines += [("head", _head_line(head)) for head in self._shown_heads]
+        if self.choice is not None and not self.heads:
+            lines.append(("head", _NO_HEAD))
+        if self.why_no_speedup:
+            lines.append(("speed-up on this machine", self.why_no_speedup))
         if self.is_too_small and (self.options or self.heads):
             lines.append(("expected speed-up", _TOO_SMALL))
         return [*lines, ("problem", self.problem)] if self.problem else lines
@@ -276,6 +286,12 @@ def _head_line(head: HeadOption) -> str:
     return f"{head.name}: {'; '.join(filter(None, (*kind, head.expectation, use)))}"
 
 
+def _suggested_drafts(entry: ModelEntry) -> str:
+    if not entry.drafts and entry.heads:
+        return "none, because a head drafts for this model"
+    return ", ".join(entry.drafts) or _NO_DRAFTS
+
+
 def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     if entry is None:
         return []
@@ -285,7 +301,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("default version", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
         ("context length", f"{entry.context_tokens:,} tokens"),
         ("chat template", entry.chat_template),
-        ("suggested draft models", ", ".join(entry.drafts) or "none"),
+        ("suggested draft models", _suggested_drafts(entry)),
         ("source", entry.repository or ("installed with" if entry.package else "included in") + " edgespec"),
         ("licence", entry.licence),
         ("facts from", "; ".join(entry.sources)),

@@ -86,6 +86,7 @@ def _json(result: Recommendation) -> dict[str, object]:
         "budget_bytes": result.budget_bytes,
         "recommended": result.best.reference if result.best else None,
         "command": result.best.command if result.best else None,
+        "why_no_draft": result.why_no_draft or None,
         "machine": {
             name: {"bytes_per_second": each.bytes_per_second, "pass_costs": _costs(each.curve.v)}
             for name, each in result.machine.types.items()
@@ -141,7 +142,7 @@ def _print(result: Recommendation) -> None:
         "\ntokens at once, as a multiple of the time for one token. The smaller these numbers are, the more a"
         " draft\nmodel helps.\n"
     )
-    click.echo(_verdict(result.best))
+    click.echo(_verdict(result.best, result.why_no_draft))
 
 
 def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]:
@@ -158,13 +159,15 @@ def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]
     )
 
 
-def _verdict(best: Candidate) -> str:
+def _verdict(best: Candidate, why_no_draft: str) -> str:
     speed = best.speed
     lines = [
         f"Recommended: {best.reference}, at about {rate(speed.fastest_tokens_per_second)} tokens per second"
         + (f" ({speed.speedup:.1f}x with the draft model {best.draft})." if best.uses_draft else "."),
         f"  {best.command}",
     ]
+    if why_no_draft:
+        lines.append(why_no_draft)
     if best.faster_type:
         lines.append(
             f"{best.reference} in the quantisation {best.faster_type} would be faster on this machine,"

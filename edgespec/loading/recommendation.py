@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,11 +13,13 @@ from edgespec.loading.constants import (
     MIN_DRAFT_SPEEDUP,
     MIN_QUANTISATION_GAIN,
 )
-from edgespec.loading.model_list import catalogue_models, installed_models
+from edgespec.loading.model_list import AvailableModel, catalogue_models, installed_models
+from edgespec.loading.pairing import ModelPair
 from edgespec.loading.planning import budget_for
 from edgespec.loading.speed_prediction import (
     SpeedPrediction,
     catalogue_weights,
+    predict_pair,
     predict_speed,
     recommended_draft,
 )
@@ -26,10 +28,21 @@ from edgespec.model.base import Progress
 from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
 from edgespec.store.catalogue import ModelEntry
-from edgespec.store.installed import find_installed
+from edgespec.store.constants import ASSUMED_SIZE_RATIO
+from edgespec.store.installed import InstalledModels, find_installed
+from edgespec.store.reference import Resolved
+from edgespec.store.speedup_estimate import estimate_speedup
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
 
-__all__ = ["Candidate", "Recommendation", "Task", "recommend"]
+__all__ = [
+    "Candidate",
+    "Recommendation",
+    "Task",
+    "cost_text",
+    "draft_advice",
+    "recommend",
+    "why_no_speedup",
+]
 
 Task = Literal["chat", "code"]
 
@@ -53,6 +66,7 @@ class Candidate:
             would save more time. Empty if there is none.
         is_for_code: Whether the model was trained to write code.
         is_streamed: Whether the model is larger than memory, so that each pass reads weights from disk.
+        has_heads: Whether the model can draft with a head. The prediction does not include heads.
     """
 
     reference: str
@@ -65,6 +79,7 @@ class Candidate:
     faster_type: str = ""
     is_for_code: bool = False
     is_streamed: bool = False
+    has_heads: bool = False
 
     @property
     def uses_draft(self) -> bool:
@@ -88,12 +103,15 @@ class Recommendation:
         candidates: All models that can run.
         machine: The measured speed of this machine.
         budget_bytes: Memory that edgespec may use, in bytes.
+        why_no_draft: Why no draft model makes the recommended model faster, and which model would be faster
+            with one. Empty if a draft model helps.
     """
 
     best: Candidate | None
     candidates: tuple[Candidate, ...]
     machine: MachineSpeed
     budget_bytes: int
+    why_no_draft: str = ""
 
 
 def recommend(
@@ -130,7 +148,91 @@ def recommend(
     budget = budget_for([backend_of(form.name)], arguments)
     candidates = _candidates(form, machine, budget.total_bytes)
     ordered = tuple(sorted(candidates, key=lambda each: -each.parameters))
-    return Recommendation(_best(ordered, task), ordered, machine, budget.total_bytes)
+    best = _best(ordered, task)
+    why = "" if best is None or best.uses_draft else _why_no_draft(best, ordered, machine)
+    return Recommendation(best, ordered, machine, budget.total_bytes, why)
+
+
+def _why_no_draft(best: Candidate, candidates: Sequence[Candidate], machine: MachineSpeed) -> str:
+    if best.has_heads and not best.draft:
+        return ""
+    cost = f"on this machine, {cost_text(best.speed.pass_costs[2])}"
+    reason = (
+        f"The draft model {best.draft} does not make {best.reference} faster, because {cost}"
+        if best.draft
+        else f"edgespec knows no draft model for {best.reference}, and {cost}"
+    )
+    return f"{reason}; {_who_gains(candidates, machine)}."
+
+
+def cost_text(cost: float) -> str:
+    """Describe the duration of a pass of two tokens, relative to a single-token pass."""
+    return f"checking two tokens at once takes {cost:.2f} times as long as one token"
+
+
+def why_no_speedup(target: Resolved, draft: Resolved | None) -> str:
+    """Return why a model is not faster with its draft model on this machine, and which model would be.
+
+    Args:
+        target: The model.
+        draft: The draft model that would be used, or None if there is none.
+
+    Returns:
+        A clause, or an empty string if the draft model is expected to help.
+
+    Raises:
+        ModelFileError: A file is damaged.
+    """
+    speed = predict_pair(ModelPair(target, draft, ""))
+    if speed is None:
+        is_measurable = target.format == "gguf" and not draft
+        return "not measured yet; `edgespec recommend` measures this machine" if is_measurable else ""
+    if speed.speedup >= MIN_DRAFT_SPEEDUP:
+        return ""
+    reason = "none is expected" if draft else "none without a draft model or head, except for repeated text"
+    return "; ".join(filter(None, (reason, cost_text(speed.pass_costs[2]), draft_advice())))
+
+
+def draft_advice(budget_bytes: int | None = None) -> str:
+    """Return a clause that names the model that a draft model makes fastest on this machine.
+
+    Args:
+        budget_bytes: Memory that edgespec may use. Defaults to the available memory.
+
+    Returns:
+        The clause, which names a quantisation if no model in the catalogue would be faster. Empty if this
+        machine has not been measured.
+    """
+    form = format_of("gguf")
+    machine = saved_machine_speed(form)
+    if machine is None:
+        return ""
+    if budget_bytes is None:
+        budget_bytes = budget_for([backend_of(form.name)], check_load_arguments({})).total_bytes
+    models = catalogue_models(form, InstalledModels((), (), ()), machine, budget_bytes)
+    return _who_gains((model for model in models if model.fits), machine)
+
+
+def _who_gains(models: Iterable[Candidate | AvailableModel], machine: MachineSpeed) -> str:
+    gains = [
+        (each.speed.speedup, each.reference, each.draft)
+        for each in models
+        if each.draft and each.speed and not each.is_streamed
+    ]
+    gain, target, draft = max(gains, default=(1.0, "", ""))
+    if gain >= MIN_DRAFT_SPEEDUP:
+        return f"{target} would be about {gain:.1f}x as fast with the draft model {draft}"
+    form = format_of("gguf")
+    bits = form.benchmark_models.types if form.benchmark_models else {}
+    types = [
+        (estimate_speedup(ASSUMED_SIZE_RATIO, ASSUMED_SIZE_RATIO, pass_cost=each.curve.v), name)
+        for name, each in machine.types.items()
+        if bits.get(name, 0.0) >= MIN_BITS
+    ]
+    gain, name = max(types, default=(1.0, ""))
+    if gain >= MIN_DRAFT_SPEEDUP:
+        return f"with a draft model, models in the quantisation {name} gain most (about {gain:.1f}x)"
+    return "no model in the catalogue would be faster with a draft model"
 
 
 def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> Iterator[Candidate]:
@@ -155,6 +257,7 @@ def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> I
                     name in (listed.name if listed else model.family.lower()) for name in _CODE_NAMES
                 ),
                 is_streamed=model.is_streamed,
+                has_heads=model.entry is not None and bool(model.entry.heads),
             )
 
 
@@ -170,7 +273,8 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
         if name in own_types:
             continue
         other = predict_speed(machine, catalogue_weights(entry, name), draft_weights, ratio)
-        if bits >= MIN_BITS and other.fastest_tokens_per_second > most:
+        saves_more = other.speedup > speed.speedup and other.fastest_tokens_per_second > most
+        if bits >= MIN_BITS and saves_more:
             best, most = name, other.fastest_tokens_per_second
     return best
 

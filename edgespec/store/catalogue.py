@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -430,7 +430,9 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
     return round(file_bytes + _OTHER_BYTES + _CACHE_BYTES * math.sqrt(parameters / _CACHE_PARAMETERS))
 
 
-def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
+def suggest_models(
+    budget_bytes: int, model_format: str = "gguf", *, installed: Collection[str] = ()
+) -> list[Suggestion]:
     """Return the three largest suggested models that fit, with their draft models, smallest first.
 
     The choice is based only on the sizes in the catalogue.
@@ -438,13 +440,14 @@ def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Sugges
     Args:
         budget_bytes: Memory that edgespec may use.
         model_format: `gguf` or `mlx`.
+        installed: Names of catalogue models that are on this machine, which are not suggested.
 
     Returns:
         The suggestions, fewer than three if memory is tight.
     """
     suggestions = []
     for entry in load_catalogue().entries:
-        if entry.format != model_format or not entry.suggested:
+        if entry.format != model_format or not entry.suggested or entry.name in installed:
             continue
         # Models with multi-token prediction layers draft for themselves.
         found = load_catalogue().find(entry.drafts[0]) if entry.drafts and not entry.heads else None

@@ -233,7 +233,10 @@ def _rank(target: Resolved, entry: ModelEntry | None) -> int:
 
 
 def _no_draft_found(target: Resolved) -> str:
-    return f"no draft model was found for {target.name}; to choose one, use --draft"
+    return (
+        f"no draft model was found for {target.name}; to try a smaller model of the same family, name it with"
+        " --draft"
+    )
 
 
 def _why_none(
@@ -245,8 +248,8 @@ def _why_none(
     if fitting:
         return (
             f"no draft model on this machine is expected to make {target.name} faster (the best one,"
-            f" {fitting[0].reference}, has an expected speed-up of {fitting[0].speedup:.2f}x); to try one"
-            " anyway, use --draft"
+            f" {fitting[0].reference}, has an expected speed-up of {fitting[0].speedup:.2f}x); to try it"
+            f" anyway, use --draft {fitting[0].reference}"
         )
     if usable:
         return (

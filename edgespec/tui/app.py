@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -29,6 +29,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ChatFileError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
+from edgespec.tui.background import in_thread
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
@@ -37,7 +38,7 @@ from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.terminal_input import guard_input
-from edgespec.tui.texts import rounding_warning, sentences, switched_note
+from edgespec.tui.texts import notices, rounding_warning, sentences, switched_note
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, too_long_text
@@ -280,11 +281,15 @@ class ChatApp(App[None]):
             settings=self._settings,
             take_typed=self._loading.take_typed,
             plan_model=self._plan_other,
+            # Finding the models on this machine reads other programs' folders, which can be slow.
+            notices=await in_thread(partial(notices, runtime)),
         )
         self._leaving = False
         self.preferences.remember(self._models, self._preferences_path)
         await self.switch_screen(chat)
         if self._resume is None:
+            # A chat that is reopened shows its messages instead of the explanation.
+            chat.mark_explained()
             chat.call_later(offer_unfinished, chat)
         else:
             chat.call_later(resume, chat, self._resume)

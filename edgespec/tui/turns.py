@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from textual.timer import Timer
 
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.archive import REFUSALS
+from edgespec.tui.background import in_thread
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.settings import remove_unsupported_method
@@ -87,7 +89,8 @@ class TurnScreen(ChatView):
     async def use_runtime(self, runtime: ChatModel) -> None:
         """Continue the current chat with another model. Remove settings that the model does not support."""
         self.runtime = runtime
-        self._notices = notices(runtime)
+        # Finding the models on this machine reads other programs' folders, which can be slow.
+        self._notices = await in_thread(partial(notices, runtime))
         self.chips.use_runtime(runtime)
         # New chats begin with `first_settings`.
         why_removed = remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings)
@@ -115,6 +118,7 @@ class TurnScreen(ChatView):
         self._last_stats = None
         self._failure_shown = False
         await self.transcript.show_chat(chat, welcome=self._welcome())
+        self.mark_explained()
         await self.refresh_sidebar()
         self.refresh_facts()
         self.prompt.focus()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 import edgespec.loading.recommendation as recommendation
 import edgespec.methods.costs.machine_speed as machine_speed
+from edgespec.loading.recommendation import draft_advice
 from edgespec.model.registry import format_of
 from tests.cli.conftest import Run
 from tests.loading.test_recommendation import machine
@@ -37,8 +39,41 @@ def test_a_draft_model_that_saves_no_time_is_not_named(run: Run) -> None:
     slow = machine(50, extra_cost=1.0)
     machine_speed.save_machine_speed(format_of("gguf"), slow)
     said = run("recommend", "--memory", "12GiB").stdout.split("Recommended:")[1]
-    assert "draft model" not in said
+    assert "with the draft model" not in said
     assert "--draft" not in said
+    assert "checking two tokens at once takes 2.00 times as long as one token" in said
+    assert said.endswith("; no model in the catalogue would be faster with a draft model.\n"), said
+
+
+def test_the_model_or_quantisation_that_gains_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = machine(50, extra_cost=1.0), machine(50)
+    assert draft_advice(12 << 30).startswith("qwen")
+    assert "as fast with the draft model" in draft_advice(12 << 30)
+    types = {"Q4_K": slow.types["Q4_K"], "Q6_K": slow.types["Q4_K"], "Q8_0": fast.types["Q4_K"]}
+    machine_speed.save_machine_speed(format_of("gguf"), replace(slow, types=types))
+    assert "models in the quantisation Q8_0 gain most" in draft_advice(12 << 30)
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", "/nonexistent")
+    assert draft_advice() == ""
+
+
+def test_models_show_says_why_nothing_helps_and_what_to_do(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("edgespec.store.constants.MIN_ESTIMABLE_BYTES", 1)
+
+    def shown() -> dict[str, str]:
+        lines = run("models", "show", "demo-draft").stdout.splitlines()
+        return dict(re.split("  +", line, maxsplit=1) for line in lines)
+
+    assert "--draft" in shown()["suggested draft models"]
+    assert "--draft" in shown()["chosen draft model"]
+    assert "--head" in shown()["head"]
+    speed_up = shown()["speed-up on this machine"]
+    assert "checking two tokens at once takes 1.10 times as long as one token" in speed_up
+    # The model that is named depends on the memory that is free.
+    assert re.search("as fast with the draft model|gain most", speed_up)
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "empty"))
+    assert "`edgespec recommend`" in shown()["speed-up on this machine"]
 
 
 def test_the_json_report_has_one_entry_per_model(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ def test_it_says_plainly_whether_it_pays(limit: float, drafters: list[DrafterRes
 )
 def test_it_keeps_the_default_if_no_method_is_faster(auto: float, expected: float, says: str) -> None:
     assert _verdict(3.0, [found("suffix", expected)], auto).startswith(says)
+
+
+def test_it_says_why_nothing_helps() -> None:
+    why = "On this machine, checking two tokens at once takes 1.98 times as long as one token."
+    assert _verdict(1.02, [], None, why).endswith(f"Use --method none. {why}")
+    assert _verdict(3.0, [found("model", 1.0)], None, why).endswith(f"Use --method none. {why}")
+    assert why not in _verdict(3.0, [found("model", 1.5)], None, why)
 
 
 def reply(drafted: list[int], accepted: list[int], passes: int) -> Reply:
@@ -190,6 +198,9 @@ def test_on_the_command_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.stdout.startswith("model demo, draft model none\n")
     assert "BREAK-EVEN" in told.stdout
     report = json_of(run(*args, "--json"))
+    if "Use --method none." in told.stdout:
+        assert re.search(r"checking two tokens at once takes \d.\d\d times", told.stdout)
+        assert "`edgespec recommend` shows which models it would help" in told.stdout
     assert told.stdout.splitlines()[-1].split(" ")[0] in ("Drafting", "Keep", "No", "Nothing", "Use")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert told.stdout.splitlines()[-1] == report["verdict"]

@@ -136,10 +136,8 @@ def test_drafts_of_another_backend_are_offered_but_not_taken(lmstudio: Path) -> 
     (option,) = drafts_of("maker/Large-GGUF")
     assert (option.format, option.shared_token_fraction) == ("mlx", 1.0)
     choice = chosen("maker/Large-GGUF")
-    assert (choice.draft, choice.reason) == (
-        None,
-        "no draft model was found for maker/Large-GGUF; to choose one, use --draft",
-    )
+    assert choice.draft is None
+    assert choice.reason.startswith("no draft model was found for maker/Large-GGUF; ")
 
 
 def test_auto_skips_drafts_of_unknown_architecture(own_home: Path) -> None:
