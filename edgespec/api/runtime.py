@@ -169,6 +169,17 @@ class Runtime(Replies[ReplyStream]):
         return self._session.drafters.loss_limits
 
     @property
+    def pass_costs(self) -> Mapping[int, float]:
+        """Durations of target passes of 2, 4 and 8 tokens, relative to a single-token pass.
+
+        Widths that the target does not support are left out. Empty if `auto` cannot draft, so that nothing
+        was measured.
+        """
+        costs = self._session.drafters.live_costs
+        max_width = self._target.facts.capabilities.max_width
+        return {width: costs.curve.v(width) for width in (2, 4, 8) if width <= max_width} if costs else {}
+
+    @property
     def parallel(self) -> int:
         """Number of replies that can be generated concurrently."""
         return len(self._sessions.sessions)

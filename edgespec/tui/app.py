@@ -288,6 +288,8 @@ class ChatApp(App[None]):
         self.preferences.remember(self._models, self._preferences_path)
         await self.switch_screen(chat)
         if self._resume is None:
+            # A chat that is reopened shows its messages instead of the explanation.
+            chat.mark_explained()
             chat.call_later(offer_unfinished, chat)
         else:
             chat.call_later(resume, chat, self._resume)

@@ -27,7 +27,14 @@ from edgespec.tui.downloads import Downloads
 from edgespec.tui.input_syntax import QUOTES
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.texts import drafter_names, error_text, exactness_for, speed_up_short, welcome_rows
+from edgespec.tui.texts import (
+    drafter_names,
+    drafting_explanation,
+    error_text,
+    exactness_for,
+    speed_up_short,
+    welcome_line,
+)
 from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.widgets.details import Details, SpeedHistory, StatusFacts, StatusLine, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
@@ -154,10 +161,20 @@ class ChatView(Screen[None]):
         self.prompt.replace_text(self._take_typed().rstrip("\n"))
         self.prompt.focus()
 
+    @property
+    def explanation(self) -> str:
+        """The explanation of drafting in an empty chat. Empty if it was shown before or does not apply."""
+        is_needed = not (self.preferences.knows_drafting or self.current_chat.messages)
+        return drafting_explanation(self.runtime) if is_needed else ""
+
+    def mark_explained(self) -> None:
+        """If this chat shows the explanation of drafting, save that later chats need not show it."""
+        if self.explanation:
+            self.preferences.knows_drafting = True
+            self.post_message(self.PreferencesChanged())
+
     def _welcome(self) -> Welcome:
-        return Welcome(
-            welcome_rows(self.runtime, explains=not self.preferences.knows_drafting), self._notices
-        )
+        return Welcome(welcome_line(self.runtime), self.explanation, self._notices)
 
     async def refresh_sidebar(self) -> None:
         """Refresh the list of chats if it is visible."""

@@ -27,7 +27,14 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.settings import accepted, remove_unsupported_method
-from edgespec.tui.texts import error_text, not_found_text, sentences, speed_up_short, takeover_note
+from edgespec.tui.texts import (
+    drafting_explanation,
+    error_text,
+    not_found_text,
+    sentences,
+    speed_up_short,
+    takeover_note,
+)
 from edgespec.tui.tool_access import (
     INTERRUPTED,
     MAX_ROUNDS,
@@ -112,6 +119,18 @@ class PlainChat:
         if self.console.is_interactive:
             path = preferences_path(self.archive.store)
             Preferences.read(path).remember(self.models, path)
+
+    def explain_drafting(self) -> None:
+        """Explain drafting to a new user if the model drafts, unless input comes from a pipe or a file."""
+        if not self.console.is_interactive:
+            return
+        path = preferences_path(self.archive.store)
+        preferences = Preferences.read(path)
+        explanation = drafting_explanation(self.runtime)
+        if explanation and not preferences.knows_drafting:
+            self.console.note(explanation)
+            preferences.knows_drafting = True
+            preferences.write(path)
 
     def save(self) -> None:
         """Save the chat, or print why saving failed. Repeated failures are reported only once."""
@@ -244,9 +263,9 @@ class PlainChat:
                 self.console.note("Stopped. Type /continue to finish the reply.")
             elif reply.finish_reason == "length":
                 self.console.note("The reply reached its maximum length. Type /continue to extend it.")
-            self.console.note(
-                f"({speed_up_short(reply.method, reply.stats)}, {rate(reply.stats.tokens_per_second)})"
-            )
+            speed_up = speed_up_short(reply.method, reply.stats)
+            speed = ", ".join(filter(None, (speed_up, rate(reply.stats.tokens_per_second))))
+            self.console.note(f"({speed})")
         return () if reply is None or entry is None or self.console.leaving else entry.message.tool_calls
 
     def _print_reply(self, job: Future[ChatState]) -> float | None:

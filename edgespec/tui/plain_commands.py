@@ -260,6 +260,7 @@ def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | 
         chat.changed_load_options = changed or {}
         chat.remember_models()
         chat.console.answer(note)
+        chat.explain_drafting()
         if warning := rounding_warning(switched.runtime):
             chat.console.note(warning)
         return

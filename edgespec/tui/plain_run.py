@@ -19,7 +19,7 @@ from edgespec.tui.commands import table
 from edgespec.tui.ending import ChatEnd, EndWatch, resume_value
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.plain_console import write
-from edgespec.tui.texts import facts_line, notices, rounding_warning, sentences, sharing_note
+from edgespec.tui.texts import notices, rounding_warning, sentences, sharing_note, welcome_line
 from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _converse(chat: PlainChat, resume: str | None, *, tools: bool) -> None:
         tools: Whether to start the MCP servers immediately.
     """
     console, runtime = chat.console, chat.runtime
-    console.note(f"Model: {facts_line(runtime.target)}. Type /help for the commands, /quit to end.")
+    console.note(f"{welcome_line(runtime)}. Type /help for the commands, /quit to end.")
+    chat.explain_drafting()
     if console.is_interactive:
         for notice in notices(runtime, "Type /model"):
             console.note(notice)

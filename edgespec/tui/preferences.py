@@ -59,13 +59,9 @@ class Preferences:
         return cls(**known)
 
     def remember(self, models: ModelReferences, path: Path) -> None:
-        """Save the models that the user chose, so that the next chat opens with them.
-
-        Also records that drafting need not be explained again.
-        """
-        if (self.target, self.draft, self.knows_drafting) != (*models, True):
+        """Save the models that the user chose, so that the next chat opens with them."""
+        if (self.target, self.draft) != models:
             self.target, self.draft = models
-            self.knows_drafting = True
             self.write(path)
 
     def write(self, path: Path) -> None:

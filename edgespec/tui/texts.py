@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "drafter_names",
+    "drafting_explanation",
     "error_text",
     "exactness_for",
     "exactness_sentence",
@@ -45,7 +46,8 @@ __all__ = [
     "speed_up_text",
     "switched_note",
     "takeover_note",
-    "welcome_rows",
+    "welcome_line",
+    "why_no_speed_up",
     "worst_case",
 ]
 
@@ -60,6 +62,9 @@ _FIRST_MODELS = {
 _MAX_SUGGESTED = 3
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
+# If no number of tokens could be checked faster than this, with all guesses accepted, guessing cannot help.
+# The value was chosen to be that of `edgespec tune`.
+_MIN_SPEED_UP = 1.05
 # Minimum reply length in tokens for showing a speed-up. This value was chosen because shorter replies have
 # too few passes to tell whether drafting saved time.
 _MIN_TOKENS = 20
@@ -183,11 +188,12 @@ def factor_text(factor: float) -> str:
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured.
 
-    A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard errors. The
-    speed-up of a very short reply never counts.
+    The summary is empty while `auto` does not guess, because it would only repeat under every reply what
+    `/why` explains. A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard
+    errors. The speed-up of a very short reply never counts.
     """
     if method.effective == "none":
-        return "speed-up off"
+        return "" if method.requested == "auto" else "speed-up off"
     estimate = None if stats is None else stats.speedup_estimate
     factor = estimate if method.gain is None else 1 + method.gain
     error = method.gain_uncertainty or 0.0
@@ -245,48 +251,51 @@ def limits_speed(exactness: Exactness) -> bool:
     return exactness.bits and (is_slower or exactness.widths == (1,))
 
 
-def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str, str]]:
-    """Return the labels and texts of the welcome box: the models, the speed-up and how drafting works.
+def welcome_line(runtime: ChatModel) -> str:
+    """Return the first line of a chat: the model, its context and where the speed-up comes from."""
+    method = runtime.method
+    in_use = method.effective.split("+")
+    with_model = [each.name for each in methods() if each.runs_model and each.name in in_use]
+    if method.requested == "none":
+        speed_up = "off"
+    elif why_no_speed_up(runtime):
+        speed_up = "none on this machine, /why"
+    elif not with_model:
+        speed_up = "repeated text only, /why"
+    else:
+        names = (f"{label.lower()} {name}" for label, name in drafter_names(runtime))
+        speed_up = " + ".join(names) or sources_text("+".join(with_model))
+    context = f"context {count(runtime.context_tokens, 'token')}"
+    return f"{runtime.target.name} · {context} · speed-up: {speed_up}"
 
-    Args:
-        runtime: The loaded models.
-        explains: Whether to explain how drafting works.
-    """
-    target, method = runtime.target, runtime.method
-    rows = [("Model", facts_line(target))]
-    if runtime.draft is not None:
-        rows.append(("Draft model", facts_line(runtime.draft)))
-    elif not runtime.heads and method.requested == "auto" and _only_looks_up(method.effective):
-        rows.append(("Draft model", sentences(reason_text(method))))
-    rows += [*labelled_drafters(None, _head_names(runtime)), ("Speed-up", speed_up_text(method))]
-    if method.effective == "none" or not explains:
-        return rows
+
+def why_no_speed_up(runtime: ChatModel) -> str:
+    """Return why guessing cannot make a model faster on this machine, or an empty string if it can."""
+    method, costs = runtime.method, runtime.pass_costs
+    if method.requested == "none":
+        return ""
+    if method.effective == "none":
+        return reason_text(method)
+    if costs and all(width / cost < _MIN_SPEED_UP for width, cost in costs.items()):
+        return "checking several guesses at once takes as long as writing the words one by one"
+    return ""
+
+
+def drafting_explanation(runtime: ChatModel) -> str:
+    """Explain drafting to a new user in at most three lines of 74 characters. Empty if nothing is drafted."""
+    method, exactness = runtime.method, runtime.target.exactness
+    if method.effective == "none" or why_no_speed_up(runtime):
+        return ""
     guesser = "edgespec"
     if "model" in method.effective.split("+"):
-        guesser = "The small draft model"
+        guesser = "A small draft model"
     elif runtime.heads:
-        guesser = "The draft head, a small network that was trained for this model,"
-    exactness = target.exactness
-    is_lossless = exactness is None or exactness.bits
-    changes = "never changes a reply" if is_lossless else "changes replies only by rounding"
-    explanation = (
-        f"{guesser} guesses the next words, and {target.name} checks several guesses at once. Guesses that"
-        f" match what {target.name} would have written are accepted, which makes replies faster. The rest"
-        f" are discarded, so the speed-up {changes}. The status line at the bottom shows how much faster the"
-        " last reply was and how many guesses were accepted."
+        guesser = "A small draft head"
+    outcome = "stay the same" if exactness is None or exactness.bits else "change only by rounding"
+    return (
+        f"{guesser} guesses the next words, and the model checks several at once, which is faster."
+        f" Wrong guesses are discarded, so replies {outcome}. /why explains the speed."
     )
-    if is_demo(target.path):
-        explanation += " The demo model is so small that guessing words often costs more time than it saves."
-        if method.requested == "auto":
-            explanation += " When that happens, edgespec stops guessing; press F3 for details."
-        else:
-            explanation += f" edgespec still guesses, because you chose the method {method.requested}."
-    return [*rows, ("", ""), ("", explanation)]
-
-
-def _only_looks_up(drafters: str) -> bool:
-    """Return whether all `drafters`, such as `suffix`, work without a model or head. False for `none`."""
-    return {*drafters.split("+")} <= {each.name for each in methods() if not each.runs_model}
 
 
 def was_cpu_busy(stats: Stats) -> bool:

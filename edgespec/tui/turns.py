@@ -118,6 +118,7 @@ class TurnScreen(ChatView):
         self._last_stats = None
         self._failure_shown = False
         await self.transcript.show_chat(chat, welcome=self._welcome())
+        self.mark_explained()
         await self.refresh_sidebar()
         self.refresh_facts()
         self.prompt.focus()

@@ -111,7 +111,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     for text in (
         "temperature is now 0.",
         "temperature: 0",
-        "There has been no reply since this chat was opened or its model was changed.",
+        "edgespec will guess words, from: draft model + repeated text.",
         "System prompt: Be brief.",
     ):
         assert text in out

@@ -25,13 +25,14 @@ from edgespec.tui import plain_commands, screen_commands
 from edgespec.tui.commands import table
 from edgespec.tui.commands.results import Change, Command, Context, Result, Table
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.plain_console import PlainConsole
 from edgespec.tui.plain_run import run_plain_chat
 from edgespec.tui.worker import Load
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
 from tests.cli.conftest import ROOT
 from tests.tui.driving import driving
-from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
+from tests.tui.scripted import METHOD, Script, ScriptedRuntime, facts, loading
 from tests.tui.tool_servers import configure, force_calls
 
 WITH_TOOLS: dict[str, Any] = {"settings": {"temperature": 0.0, "max_tokens": 60}, "tools": True}
@@ -380,3 +381,26 @@ def test_a_refused_message_leaves_no_chat(chat: Chat, tmp_path: Path) -> None:
     _, err = chat.typed(["hello"], Script(error=TemplateError("no template", "choose another model")))
     assert "No template." in err
     assert not ChatStore(tmp_path / "chats").list(), "the next chat must not offer to finish the reply"
+
+
+def test_drafting_is_explained_once_on_a_terminal(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained = "A small draft model guesses the next words"
+    line = "demo · context 1,024 tokens · speed-up: draft model demo-draft"
+    assert explained not in chat.typed([])[1]
+    # The console sets this attribute when it is created.
+    terminal = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(PlainConsole, "is_interactive", terminal, raising=False)
+    first, second = chat.typed([])[1], chat.typed([])[1]
+    assert line in first
+    assert explained in first
+    assert line in second
+    assert explained not in second
+
+
+def test_a_speed_up_that_is_not_used_is_not_mentioned_under_replies(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = replace(METHOD, effective="none", reason="guessing does not save time")
+    monkeypatch.setattr("tests.tui.scripted.LIVE", live)
+    assert "speed-up" not in chat.typed(["hello"], "Hi.")[1].splitlines()[-1]
+    assert "guessing does not save time" in chat.typed(["hello", "/why"], "Hi.")[0]

@@ -243,6 +243,7 @@ class ScriptedRuntime:
     template: ChatTemplate | None = None
     vocabulary: WordVocabulary = field(default_factory=WordVocabulary)
     loss_limits: tuple[float, float] | None = (0.02, 2.0)
+    pass_costs: dict[int, float] = field(default_factory=dict)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
     plan: MemoryPlan | None = None

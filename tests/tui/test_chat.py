@@ -20,9 +20,9 @@ from tests.tui.driving import ASK, STEADY, driving, until
 async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         welcome = d.transcript()
-        assert "demo-draft" in welcome
+        assert "speed-up: draft model demo-draft" in welcome
         assert "Press F9 to choose and download a real model" in " ".join(welcome.split())
-        assert "The demo model is so small" in " ".join(welcome.split())
+        assert "A small draft model guesses the next words" in welcome
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
         assert reply.text == d.chat.current_chat.entries[-1].content

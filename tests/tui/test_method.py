@@ -13,7 +13,7 @@ from edgespec.options.option import Option
 from edgespec.tui.commands.information import why_text
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import LOAD_SETTINGS
-from edgespec.tui.texts import sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
+from edgespec.tui.texts import drafting_explanation, sentences, show_rows, speed_up_short, speed_up_text
 from edgespec.tui.widgets.details import StatusLine, details_content
 from tests.tui.driving import driving, until
 from tests.tui.scripted import (
@@ -48,7 +48,8 @@ async def test_no_acceptance_is_shown_while_the_speed_up_is_off(
         assert status.facts.acceptance_rate == 29 / 40
         monkeypatch.setattr("tests.tui.scripted.LIVE", SMALL)
         await d.say("two")
-        assert status.facts.speed_up == "speed-up off"
+        assert status.facts.speed_up == ""
+        assert status.facts.segments()[0][0].endswith("tok/s")
         assert status.facts.acceptance_rate is None
 
 
@@ -95,7 +96,7 @@ def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int)
     worst = " ".join(text[text.index("Slowdown at worst") :].split())
     assert worst.startswith(f"Slowdown at worst 9% allowed: {WHY} ")
     assert "Speed-up" not in text[text.index("This reply") :]
-    assert speed_up_short(SMALL, None) == "speed-up off"
+    assert speed_up_short(SMALL, None) == ""
 
 
 def test_speed_up_text_contains_the_speed_up_or_a_measured_loss() -> None:
@@ -182,8 +183,7 @@ def test_the_chat_says_whether_replies_are_identical(
         assert all(each in text for each in contains)
         assert not any(each in text for each in lacks)
     why = why_text(runtime, LIVE, made_up_stats(30), {})
-    welcome = welcome_rows(runtime)[-1][1]
-    assert ("never changes a reply" in welcome) == exactness.bits
+    assert ("replies stay the same" in drafting_explanation(runtime)) == exactness.bits
     # `/why` mentions the rule only if it explains the speed or if replies can differ.
     assert ("can differ" in why) == (not exactness.bits)
     assert ("/set exactness off" in why) == (exactness.bits and exactness != BITS)

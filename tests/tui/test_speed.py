@@ -21,7 +21,7 @@ from edgespec.store.download import Progress
 from edgespec.tui.commands.information import why, why_text
 from edgespec.tui.race import RaceProgress
 from edgespec.tui.screens.race import RaceScreen
-from edgespec.tui.texts import notices, speed_up_short, speed_up_text, welcome_rows
+from edgespec.tui.texts import notices, speed_up_short, speed_up_text
 from edgespec.tui.widgets.details import SpeedHistory, details_content, sparkline
 from edgespec.tui.worker import Load
 from tests.cases import first
@@ -125,9 +125,8 @@ def test_why_suggests_a_draft_model_and_a_real_model() -> None:
 def test_a_users_model_is_not_called_a_toy_because_of_its_name(name: str, path: str) -> None:
     scripted = ScriptedRuntime()
     runtime = as_runtime(scripted)
-    assert "demo model is so small" in str(welcome_rows(runtime))
+    assert "demo model" in why_text(runtime, replace(LIVE, gain=0.05), made_up_stats(30), {})
     scripted.target = replace(facts(name), path=path)
-    assert "so small" not in str(welcome_rows(runtime))
     assert "demo model" not in why_text(runtime, replace(LIVE, gain=0.05), made_up_stats(30), {})
     assert not [text for text in notices(runtime) if "toy" in text]
 
@@ -161,7 +160,8 @@ def test_the_status_line_names_only_measured_speed_ups() -> None:
     assert speed_up_short(replace(LIVE, gain=None), made_up_stats(30)).startswith("speed-up about ")
     assert speed_up_short(LIVE, Stats(drafted_tokens=4)) == "speed-up on", "no guess was accepted yet"
     assert speed_up_short(replace(LIVE, gain=-0.3), Stats(drafted_tokens=4)) == "30% slower"
-    assert speed_up_short(OFF, made_up_stats(30)) == "speed-up off"
+    assert speed_up_short(OFF, made_up_stats(30)) == "", "/why explains it"
+    assert speed_up_short(NONE, made_up_stats(30)) == "speed-up off"
 
 
 def test_a_reply_of_a_few_tokens_has_no_speed_up() -> None:
@@ -241,7 +241,7 @@ async def test_a_chat_with_a_head_names_it_and_races_its_method(
         )
 
     async with driving(load, tmp_path, size=size, settings={"max_tokens": 24}) as d:
-        assert "Head demo-head" in " ".join(d.transcript().split())
+        assert "speed-up: head demo-head" in " ".join(d.transcript().split())
         await d.say(QUESTION)
         await d.say("/why")
         await d.said("edgespec guessed words, from: EAGLE head.")

@@ -119,6 +119,9 @@ class ChatModel(Protocol):
     def loss_limits(self) -> tuple[float, float] | None: ...
 
     @property
+    def pass_costs(self) -> Mapping[int, float]: ...
+
+    @property
     def recommended_sampling(self) -> Mapping[str, RecommendedSetting]: ...
 
     @property

@@ -160,6 +160,10 @@ class SharedModel:
         return self._facts.loss_limits
 
     @property
+    def pass_costs(self) -> Mapping[int, float]:
+        return self._facts.pass_costs
+
+    @property
     def recommended_sampling(self) -> Mapping[str, RecommendedSetting]:
         return self._facts.recommended_sampling
 

@@ -77,6 +77,7 @@ class Facts:
     plan: MemoryPlan | None
     context_tokens: int
     loss_limits: tuple[float, float] | None
+    pass_costs: Mapping[int, float]
     recommended_sampling: Mapping[str, RecommendedSetting]
     reply_defaults: ReplyArguments
     memory: MemoryUse
@@ -93,6 +94,7 @@ class Facts:
             runtime.plan,
             runtime.context_tokens,
             runtime.loss_limits,
+            runtime.pass_costs,
             dict(runtime.recommended_sampling),
             runtime.reply_defaults(),
             runtime.memory(),

@@ -2,7 +2,7 @@
 
 `/why` explains the speed of the last reply. Three sentences say how the reply was sped up, what limited the
 speed-up, and what to try next. A fourth sentence is added if bit-identical replies cost speed, or if replies
-can differ from plain decoding.
+can differ from plain decoding. Before the first reply, `/why` says what speed-up to expect.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from edgespec.tui.texts import (
     reason_text,
     sentences,
     show_rows,
+    why_no_speed_up,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ _LOW_ACCEPTANCE = 0.5
 _GOOD_GAIN = 0.3
 # Minimum expected speed-up of a draft model for `/why` to suggest it.
 _MIN_SPEEDUP = 1.05
+_TRY_DRAFT = "Try the draft model {draft}: type /draft {draft}."
+_NO_DRAFT = (
+    "No draft model for this model is on this machine or in the catalogue. Without one, the speed-up helps"
+    " most when a reply repeats text, for example when you ask for changes to an attached file."
+)
 
 
 def show(context: Context) -> Result:
@@ -65,11 +71,9 @@ def why_text(
 ) -> str:
     """Return the text of `/why` for the last reply in a chat with these settings."""
     if stats is None:
-        return (
-            "There has been no reply since this chat was opened or its model was changed. Send a message,"
-            " then"
-            " type /why."
-        )
+        chosen = settings.get("method")
+        expected = _expected(runtime, method if chosen is None else runtime.method_for(str(chosen)))
+        return "\n".join([*expected, *_exactness(exactness_for(runtime, settings))])
     temperature = settings.get("temperature", default_sampling("temperature", runtime))
     lines = why(
         method,
@@ -78,7 +82,43 @@ def why_text(
         is_demo=is_demo(runtime.target.path),
         is_random=float(str(temperature)) > 0,
     )
+    if method.requested == "auto" and method.effective == "none" and why_no_speed_up(runtime):
+        # A draft model would not help either.
+        lines[-1] = _who_gains(runtime) or lines[-1]
     return "\n".join([*lines, *_exactness(exactness_for(runtime, settings))])
+
+
+def _expected(runtime: ChatModel, method: MethodReport) -> list[str]:
+    """Return sentences on the speed-up to expect, and why there may be none, before the first reply.
+
+    Args:
+        runtime: The loaded models.
+        method: The method report of the next reply.
+    """
+    from edgespec.loading.recommendation import cost_text
+
+    if method.requested == "none":
+        return ["The speed-up is switched off. To switch it on, type /set method auto."]
+    cost = (
+        sentences(f"on this machine, {cost_text(runtime.pass_costs[2])}") if 2 in runtime.pass_costs else ""
+    )
+    if reason := why_no_speed_up(runtime):
+        texts = [sentences(f"the speed-up cannot help this model on this machine: {reason}"), cost]
+        return list(filter(None, [*texts, _who_gains(runtime)]))
+    sources = sources_text(method.effective)
+    texts = [f"edgespec will guess words, from: {sources}. No reply has been measured yet.", cost]
+    if runtime.draft is None and not runtime.heads:
+        draft = _available_draft(runtime)
+        texts.append(_TRY_DRAFT.format(draft=draft) if draft else _NO_DRAFT)
+    return list(filter(None, texts))
+
+
+def _who_gains(runtime: ChatModel) -> str:
+    """Return a sentence that names a model which would be faster, or an empty string if none is known."""
+    from edgespec.loading.recommendation import draft_advice
+
+    plan = runtime.memory().plan
+    return sentences(*filter(None, [draft_advice(plan.budget_bytes("memory") if plan else None)]))
 
 
 def _available_draft(runtime: ChatModel) -> str:
@@ -189,12 +229,9 @@ def _advice(
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
     if missing_draft:
-        return f"Try the draft model {missing_draft}: type /draft {missing_draft}."
+        return _TRY_DRAFT.format(draft=missing_draft)
     if missing_draft == "":
-        return (
-            "No draft model for this model is on this machine or in the catalogue. Without one, the speed-up"
-            " helps most when a reply repeats text, for example when you ask for changes to an attached file."
-        )
+        return _NO_DRAFT
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
         return "Try a lower temperature, which makes words easier to guess: type /set temperature 0."
     return "To find the fastest method and draft length for your models, quit and run edgespec tune."

@@ -52,7 +52,7 @@ class StatusFacts:
     """Values shown in the status line.
 
     Attributes:
-        speed_up: Short summary of the speed-up.
+        speed_up: Short summary of the speed-up. Empty if there is nothing to say about it.
         writing: Whether a reply is being generated.
         tokens_per_second: Speed of the current or last reply. None before the first token.
         acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted, or if the
@@ -65,7 +65,7 @@ class StatusFacts:
         downloads: The running downloads and their progress.
     """
 
-    speed_up: str = ""
+    speed_up: str = "starting"
     writing: bool = False
     tokens_per_second: float | None = None
     acceptance_rate: float | None = None
@@ -86,7 +86,7 @@ class StatusFacts:
         used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
         dropped = f"{count(self.dropped_messages, 'old message')} left out" if self.dropped_messages else ""
         parts = [
-            (self.speed_up or "starting", "$primary" if self.writing else ""),
+            (self.speed_up, "$primary" if self.writing else ""),
             ("" if self.tokens_per_second is None else rate(self.tokens_per_second), ""),
             ("" if self.acceptance_rate is None else f"accepted {percent(self.acceptance_rate)}", ""),
             (f"context {used}/{total}", "$warning" if self.context_nearly_full else ""),

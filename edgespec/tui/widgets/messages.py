@@ -539,15 +539,22 @@ class Panel(Vertical):
 
 
 class Welcome(Vertical):
-    """Welcome box above the first message. It shows the models and explains the speed-up."""
+    """Welcome box above the first message.
 
-    def __init__(self, rows: Sequence[tuple[str, str]], notices: Sequence[str]) -> None:
+    Args:
+        line: The model, its context and the speed-up.
+        explanation: How drafting works, for new users. Can be empty.
+        notices: Notices about the model.
+    """
+
+    def __init__(self, line: str, explanation: str, notices: Sequence[str]) -> None:
         super().__init__(classes="welcome")
-        self._rows = rows
-        self._notices = notices
+        self._line, self._explanation, self._notices = line, explanation, notices
 
     def compose(self) -> ComposeResult:
-        yield Pairs(self._rows)
+        yield Static(Content(self._line))
+        if self._explanation:
+            yield Static(Content(self._explanation), classes="explanation")
         for notice in self._notices:
             yield Static(Content(notice), classes="notice")
 
