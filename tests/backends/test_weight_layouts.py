@@ -17,7 +17,7 @@ import pytest
 from edgespec.backends.llamacpp import weight_layouts
 from edgespec.backends.llamacpp.build_info import build_identity
 from edgespec.backends.llamacpp.loading import model_params
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.llamacpp.weight_layouts import (
     AMX,
@@ -149,7 +149,7 @@ def test_a_layout_that_is_missing_cannot_be_tested() -> None:
 
 
 def test_wrong_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = weight_layouts.ggml().ggml_backend_cpu_buffer_type()
+    layout = ggml().ggml_backend_cpu_buffer_type()
     assert all(weight_layouts._is_right(layout, kind) for kind in weight_layouts._KINDS)
     monkeypatch.setattr(weight_layouts, "_MAX_DIFFERENCE", -1.0)
     assert not weight_layouts._is_right(layout, "Q4_0")
