@@ -302,8 +302,6 @@ def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
 
 def _find_substitutes(pair: ModelPair, drafting: DraftingOptions, shares_passes: bool) -> Substitutes | None:
     """Return low-bit copies of the target's blocks, or None. Raises the same errors as `_find_copy`."""
-    if pair.heads and not drafting.names_copy:
-        return None  # `auto` drafts with the heads.
     found = _copies(pair, drafting, lambda method: method.find_substitutes, shares_passes)
     return next(filter(None, found), None)
 

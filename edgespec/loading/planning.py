@@ -272,7 +272,8 @@ def _plan_pair(
             streamed, streamed_plan = fit(fixed, all_streamed)
             if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
-                if estimator.substitutes:
+                # `auto` drafts with the copies only if no head fits.
+                if estimator.substitutes and (drafting.names_copy or not streamed.heads):
                     # Do not shrink anything else to make room for the copies.
                     streamed, copies_plan = fit({*fixed, "copy"}, replace(all_streamed, substitutes=True))
                     with_copies = stream_least(streamed, estimator.plan)
