@@ -97,7 +97,7 @@ class ReplyStream:
         # Identifies the call that is reading or closing the stream. A lock could stay locked if Ctrl-C
         # interrupted the program between `acquire` and `try`.
         self._call: object | None = None
-        self._call_lock = threading.Lock()
+        self._call_lock = threading.RLock()  # Reentrant for signal handlers. See `Session`.
         self._ended = False
 
     def __iter__(self) -> Iterator[TextChunk]:
@@ -168,8 +168,13 @@ class ReplyStream:
 
     def __del__(self) -> None:
         # Do not wait for the lock, because garbage collection may run in a thread that already holds it.
-        if not self._ended and not self._finish(failed=False, wait=False):
-            self._session.end_later(self.close)
+        ended = False
+        try:
+            ended = self._ended or self._finish(failed=False, wait=False)
+        finally:
+            # Python ignores exceptions here, so also end the reply later if Ctrl-C interrupted its end.
+            if not ended:
+                self._session.end_later(self.close)
 
     def _advance(self) -> None:
         call = object()

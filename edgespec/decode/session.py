@@ -199,7 +199,8 @@ class Session:
         self.drafters = drafters
         # Held while a model computes, but not while the caller processes the tokens.
         self._compute_lock = threading.Lock()
-        self._state_lock = threading.Lock()
+        # Reentrant, because a signal handler can call `cancel` in the thread that holds the lock.
+        self._state_lock = threading.RLock()
         self._active_request: object | None = None
         # Callbacks that end the replies of garbage-collected streams.
         self._abandoned: deque[Callable[[], None]] = deque()
@@ -301,14 +302,21 @@ class Session:
             # Ctrl-C between `acquire` and `try` would leave the lock locked, but `with` is safe.
             with self._state_lock:
                 self._end(request)
-        elif self._state_lock.acquire(blocking=False):
-            try:
-                self._end(request)
-            finally:
-                self._state_lock.release()
-        else:
+            return True
+        # Garbage collection can run in code that holds the lock. The lock would let its own thread in.
+        # `threading.Condition` calls this method too.
+        if self._state_lock._is_owned():  # type: ignore[attr-defined]
             return False
-        return True
+        held: list[bool] = []
+        try:
+            # Ctrl-C can arrive between a call and an assignment, and its result would be lost.
+            held.extend(filter(None, map(self._state_lock.acquire, [False])))
+            if held:
+                self._end(request)
+        finally:
+            if held:
+                self._state_lock.release()
+        return bool(held)
 
     def end_later(self, close: Callable[[], None]) -> None:
         """Register a function that ends an abandoned reply, to be called before the next reply starts.
@@ -349,7 +357,9 @@ class Session:
                     "another reply is still being generated", "wait for it, cancel it, or use a RequestQueue"
                 )
             self._idle_worker.stop()
-            self._active_request, self._stopping = request, False
+            # While the last reply was ending, a signal handler may have cancelled it.
+            self._interrupt(False)
+            self._stopping, self._active_request = False, request
 
     def _end(self, request: object) -> None:
         """End a request if it is active, and start idle work. The caller must hold `_state_lock`."""

@@ -313,8 +313,6 @@ def _find_substitutes(
     pair: ModelPair, drafting: DraftingOptions, shares_passes: bool
 ) -> Sequence[Substitutes]:
     """Return sets of low-bit copies of the target's blocks. Raises the same errors as `_find_copy`."""
-    if pair.heads and not drafting.names_copy:
-        return ()  # `auto` drafts with the heads.
     found = _copies(pair, drafting, lambda method: method.find_substitutes, shares_passes)
     return next(filter(None, found), ())
 

@@ -274,7 +274,9 @@ def _plan_pair(
             streamed, streamed_plan = fit(fixed, all_streamed)
             if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
-                for copies in estimator.substitutes:
+                # `auto` drafts with the copies only if no head fits.
+                usable = estimator.substitutes if drafting.names_copy or not streamed.heads else ()
+                for copies in usable:
                     # Do not shrink anything else to make room for the copies.
                     start_with_copies = replace(all_streamed, substitutes=copies.file)
                     streamed, copies_plan = fit({*fixed, "copy"}, start_with_copies)

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -216,6 +217,8 @@ class ModelPool:
         # Whether the server's own model has been loaded. Until then, it may be downloaded.
         self._has_loaded_own = False
         self._stopping = threading.Event()
+        # Copies packaged models, because requests that wait for a copy could occupy all threads of asyncio.
+        self._copier = ThreadPoolExecutor(1, "edgespec-copy")
 
     @property
     def loaded(self) -> list[LoadedModel]:
@@ -272,8 +275,12 @@ class ModelPool:
             CancelledError: The server was stopped during the download.
             ModelNotFoundError: There is no such model on this machine. The message lists the models.
         """
-        download = not self._has_loaded_own
-        return await asyncio.to_thread(self._find, name, prepare=prepare, download=download)
+        found = await asyncio.to_thread(self._find, name, download=not self._has_loaded_own)
+        entry = found.resolved.entry
+        if prepare and entry and entry.package:
+            find = partial(self._find, name, prepare=True)
+            found = await asyncio.get_running_loop().run_in_executor(self._copier, find)
+        return found
 
     def find_shared(self, wanted: Identity) -> FoundModel | None:
         """Return the model that a chat on this machine can share, or None. Can be called from any thread.

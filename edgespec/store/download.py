@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PureWindowsPath
@@ -58,8 +58,9 @@ _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
 # Number of consecutive retries without progress after which a download fails.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
-# Maximum time in seconds to wait while another program downloads the same file.
-_LOCK_SECONDS = 2.0
+# Maximum time in seconds to wait for another program that is downloading the same file but makes no progress,
+# and seconds between the checks for progress. Both values were chosen rather than measured.
+_LOCK_SECONDS, _POLL_SECONDS = 10.0, 0.2
 _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
@@ -232,7 +233,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
     # Other programs take the same lock, so only one of them downloads the file at a time.
-    with FileLock(lock, timeout=_LOCK_SECONDS):
+    with _file_lock(lock, blob, report):
         # Where links are not possible, the pointer is the file itself, and there is no blob.
         if not pointer.exists():
             if not blob.exists():
@@ -245,6 +246,39 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     with FileLock(lock.with_name("refs"), timeout=_LOCK_SECONDS), replace_when_written(main) as ref:
         ref.write_text(commit, encoding="utf-8")
     return pointer
+
+
+@contextmanager
+def _file_lock(path: Path, blob: Path, report: Callable[[int], None]) -> Iterator[None]:
+    """Hold the lock of a file, waiting for another program as long as it makes progress in downloading it.
+
+    Raises `filelock.Timeout` if the other program has made no progress for `_LOCK_SECONDS`.
+    """
+    from filelock import FileLock, Timeout
+
+    lock, since, done_bytes = FileLock(path), time.monotonic(), 0
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_POLL_SECONDS)
+        except Timeout:
+            before, done_bytes = done_bytes, _partial_bytes(blob)
+            if done_bytes != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > _LOCK_SECONDS:
+                raise
+            report(done_bytes)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _partial_bytes(blob: Path) -> int:
+    """Return the size of a blob that edgespec or `huggingface_hub` is downloading, or 0 if there is none."""
+    for suffix in ("edgespec", "incomplete"):
+        with suppress(FileNotFoundError):
+            return blob.with_name(f"{blob.name}.{suffix}").stat().st_size
+    return 0
 
 
 def _link(blob: Path, pointer: Path) -> None:

@@ -6,16 +6,20 @@ import itertools
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 import edgespec
+from tests import tables
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+_Result = TypeVar("_Result")
 
 
 @pytest.fixture(scope="module", params=["MLX", "llama.cpp"])
@@ -141,3 +145,72 @@ def test_a_stream_can_be_closed_after_an_interrupt(step: str, parallel: int) -> 
             if interrupted.left > 0:
                 break
         assert countdown > 10
+
+
+def test_an_interrupt_while_a_stream_is_garbage_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python reports the interrupt here instead of raising it.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+    class InterruptedCollection(InterruptedEnd):
+        def _at_call(self, frame: FrameType, event: str, argument: object) -> None:
+            # If `__del__` is interrupted before its first line, nothing can end the stream.
+            if (event, frame.f_code.co_name) != ("call", "__del__"):
+                super()._at_call(frame, event, argument)
+
+    with tables.runtime(tables.table(1, end=-50.0)) as runtime:
+        for countdown in itertools.count(1):
+            stream = runtime.stream_tokens([1, 2, 3], max_tokens=20)
+            next(stream)
+            with suppress(KeyboardInterrupt), InterruptedCollection(countdown) as interrupted:
+                del stream
+            assert _next_reply(runtime).finish_reason == "length"
+            if interrupted.left > 0:
+                break
+        assert countdown > 10
+
+
+class CancelledEnd(InterruptedEnd):
+    """Cancels a stream at one of the calls with which it begins or ends, as a signal handler can."""
+
+    def __init__(self, countdown: int, stream: edgespec.ReplyStream) -> None:
+        super().__init__(countdown)
+        self._stream = stream
+
+    def _at_call(self, frame: FrameType, event: str, argument: object) -> None:
+        try:
+            super()._at_call(frame, event, argument)
+        except KeyboardInterrupt:
+            self._stream.cancel()
+
+
+@pytest.mark.parametrize("step", ["wait", "close"])
+def test_a_signal_handler_cancels_the_stream_that_its_thread_reads(step: str) -> None:
+    def read(stream: edgespec.ReplyStream, countdown: int) -> int:
+        with CancelledEnd(countdown, stream) as cancelled:
+            getattr(stream, step)()
+        return cancelled.left
+
+    with tables.runtime(tables.table(1, end=-50.0)) as runtime:
+        for countdown in itertools.count(1):
+            stream = runtime.stream_tokens([1, 2, 3], max_tokens=3)
+            if step == "close":
+                next(stream)
+            left = _in_thread(partial(read, stream, countdown))
+            assert _next_reply(runtime).finish_reason == "length"
+            if left > 0:
+                break
+        assert countdown > 10
+
+
+def _next_reply(runtime: edgespec.Runtime) -> edgespec.Reply:
+    return _in_thread(lambda: runtime.stream_tokens([1, 2, 3], max_tokens=3).wait())
+
+
+def _in_thread(work: Callable[[], _Result]) -> _Result:
+    """Return the result of `work`, or fail if it hangs, for example because a lock is still held."""
+    results: list[_Result] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results
+    return results[0]

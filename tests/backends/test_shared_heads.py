@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
@@ -32,6 +33,7 @@ from tests.model.heads.residual_files import Layout
 from tests.raising import raises
 
 CONTEXT = 512
+OPTIONS = LoadOptions(context_tokens=CONTEXT)
 HYDRA = Layout("hydra", ".pt", grounded=True)
 PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
 
@@ -228,6 +230,34 @@ def test_a_context_that_cannot_be_reallocated_for_a_head_is_not_used_again(
         assert model._slot.is_lost
         with pytest.raises(ContextFullError):
             model.prefill([20, 21])
+        model.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_target_without_memory_for_a_head_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    _, medusa = _two_heads(tmp_path)
+    models: list[Any] = medusa.load(slots) if slots > 1 else [load(str(medusa.target), "target", OPTIONS)]
+    models[0].prefill([20, 21])
+    logits = models[0].verify(TokenTree.chain(22)).rows[0].copy()
+    models[0].truncate(0 if slots > 1 else 2)
+    allocate = LlamaContext.allocate
+
+    def no_memory_for_all_rows(self: LlamaContext, plan: ContextPlan) -> None:
+        self._free()
+        if self.needs_all_rows:
+            raise MemoryBudgetError("no memory", "use fewer")
+        allocate(self, plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaContext, "allocate", no_memory_for_all_rows)
+        with pytest.raises(MemoryBudgetError):
+            head_of(models[0], medusa.head)
+    for model in models:
+        assert model.length == 0
+        model.prefill([20, 21])
+        np.testing.assert_allclose(model.verify(TokenTree.chain(22)).rows[0], logits, rtol=0, atol=1e-3)
         model.close()
 
 

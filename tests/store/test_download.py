@@ -320,6 +320,32 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
         fetch(REPOSITORY, None)
 
 
+def test_a_download_waits_for_another_program_that_makes_progress(
+    hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "_POLL_SECONDS", 0.01, raising=False)
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda *_: False)
+    (started,) = partial_files(cache)  # The projector.
+    lock = FileLock(next(cache.rglob(f"{started.stem}.lock")))
+    lock.acquire()
+    waited = 0
+
+    def progress(_what: str, _fraction: float) -> bool:
+        nonlocal waited
+        if lock.is_locked:
+            # The waits together take longer than `_LOCK_SECONDS`.
+            waited += 1
+            with started.open("ab") as file:
+                file.write(b"GGUF projector")
+            if waited == 20:
+                lock.release()
+        return True
+
+    assert fetch(REPOSITORY, None, progress=progress).read_bytes() == hub.files[Q4]
+    assert waited == 20
+
+
 @pytest.mark.usefixtures("without_projector")
 def test_downloads_from_one_repository_take_turns_to_write_its_ref(
     hub: StandInHub, monkeypatch: pytest.MonkeyPatch

@@ -309,8 +309,9 @@ class SharedReply:
         self._on_end: Callable[[Reply | None], None] = lambda _: None
         self._reply: Reply | None = None
         self._cancelled_at: float | None = None
-        # `cancel` can run in any thread, and must not write to a connection that is being closed.
-        self._connection_lock = threading.Lock()
+        # `cancel` can run in any thread, and must not write to a connection that is being closed. The lock is
+        # reentrant, because a signal handler can call `cancel` in the thread that holds it.
+        self._connection_lock = threading.RLock()
         self._has_started = False
         self._reported = ("waiting for another reply to finish", 0.0)
         self.stats = Stats()

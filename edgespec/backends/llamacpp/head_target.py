@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.native import library
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError
+from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.base_model import BaseModel, SelfDraftView
 from edgespec.model.hidden_states import HiddenStateLog, HiddenStateSource
@@ -120,6 +121,10 @@ class HeadTarget(BaseModel, HiddenStateSource):
             self._check_states_readable()
         except BaseException:
             self.stop_logging(log)
+            # If the larger context could not be allocated, go back to one that does not copy these states.
+            # Otherwise, the model would have no KV cache.
+            with suppress(EdgespecError):
+                self._allocate_for_states()
             raise
         return log
 

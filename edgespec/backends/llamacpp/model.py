@@ -278,6 +278,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
 
     def _allocate_for_states(self) -> None:
         if self._context.is_stale:
+            if self._context.is_lost:
+                self._cut(0)
             rebuild_context(self._context, self._context.plan, self.length, recurrent=self._recurrent)
             self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
 
