@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -33,9 +34,10 @@ from edgespec.model.registry import (
     all_files,
 )
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.system.openblas import load_openblas
 
 if TYPE_CHECKING:
-    from edgespec.model.drafter_training import Teacher
+    from edgespec.model.drafter_training import Teacher, Writer
     from edgespec.model.memory_estimate import MemoryEstimator
 
 __all__ = ["BUILT_IN"]
@@ -68,6 +70,12 @@ def _load_gguf_slots(
     from edgespec.backends.llamacpp.slot_model import load_slots
 
     return load_slots(path, name, options, progress)
+
+
+def _open_gguf_writer(path: str, name: str, progress: Progress | None) -> AbstractContextManager[Writer]:
+    from edgespec.backends.llamacpp.writer import open_writer
+
+    return open_writer(path, name, progress)
 
 
 def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
@@ -176,6 +184,7 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
 
 def _load_mlx_teacher(path: str, name: str, progress: Progress | None) -> Teacher:
     require_mlx(name)
+    load_openblas()
     from edgespec.backends.mlx.teacher import load_teacher
 
     return load_teacher(path, name, progress)
@@ -266,6 +275,7 @@ _GGUF = FileFormat(
     load=_load_gguf,
     open_estimator=_estimate_gguf,
     load_slots=_load_gguf_slots,
+    open_writer=_open_gguf_writer,
     worker_library=_llama_cpp_library,
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,

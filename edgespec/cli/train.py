@@ -18,9 +18,10 @@ from edgespec.cli.screen import ProgressLine, note, print_json, print_table, pri
 from edgespec.errors import CancelledError
 from edgespec.options.methods import HeadTraining, methods
 from edgespec.options.option import Integer
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.train import DrafterFigures, TrainingPrompt, TrainingResult
+    from edgespec.train import DrafterFigures, TrainingEstimate, TrainingPrompt, TrainingResult
 
 __all__ = ["command", "print_result"]
 
@@ -28,6 +29,9 @@ _MIN_TOKENS = 1_000
 # Minimum tokens per pass for a drafter to be useful. With fewer, drafting and wider passes use up most of the
 # time saved. This value was chosen as a heuristic.
 _USEFUL_TOKENS_PER_PASS = 2.0
+# Say how to make training faster if the training steps take longer than this, in seconds. The value was
+# chosen rather than measured.
+_LONG_SECONDS = 600.0
 _CONTINUE = "run the same command again to continue"
 
 
@@ -224,15 +228,15 @@ def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> 
     from edgespec.store.reference import resolve
     from edgespec.train import DraftToTrain, TrainingSettings, find_draft, load_target, train_drafter
 
-    def announce(seconds: float, continued: str) -> None:
+    def announce(estimate: TrainingEstimate | None, continued: str) -> None:
         progress.clear()
         if continued:
             path = printable(str(folder / "training"))
             click.echo(f"continuing the training in {path}: {continued}", err=True)
-        if seconds:
-            part = "the rest of the training takes" if continued else "the training takes"
-            total = "" if continued else " in all"
-            click.echo(f"{part} about {duration_text(seconds)}{total}", err=True)
+        if estimate:
+            _print_estimate(estimate, is_rest=bool(continued))
+            if target.teacher.why_slow and estimate.train_seconds > _LONG_SECONDS:
+                note(target.teacher.why_slow)
 
     reference, folder = request.reference, request.folder
     with _hint_to_continue(), ProgressLine(stop) as progress:
@@ -251,8 +255,22 @@ def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> 
                 hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else "",
                 trained.identity if trained else "",
                 request.lora,
+                target.writer_identity,
             )
             return train_drafter(target, student, settings, prompts, folder, progress, announce)
+
+
+def _print_estimate(estimate: TrainingEstimate, *, is_rest: bool) -> None:
+    part, total = ("the rest of the training takes", "") if is_rest else ("the training takes", " in all")
+    works = {
+        "write conversations": estimate.write_seconds,
+        "train": estimate.train_seconds,
+        "evaluate": estimate.evaluate_seconds,
+    }
+    parts = ", ".join(f"{duration_text(seconds)} to {work}" for work, seconds in works.items() if seconds)
+    click.echo(f"{part} about {duration_text(estimate.seconds)}{total} ({parts})", err=True)
+    memory, disk = format_bytes(estimate.memory_bytes), format_bytes(estimate.disk_bytes)
+    click.echo(f"it needs about {memory} of memory, and {disk} of disk space until it is finished", err=True)
 
 
 @contextmanager
@@ -272,6 +290,7 @@ def print_result(result: TrainingResult, title: str) -> None:
     headings = (
         title.upper(),
         "TOKENS PER PASS",
+        "IN TREES",
         *(f"TOKEN {depth}" for depth in depths),
         *(kind.upper() for kind in kinds),
     )
@@ -285,6 +304,12 @@ def print_result(result: TrainingResult, title: str) -> None:
         )
     else:
         click.echo(f"\nThe earlier {title} is at least as accurate, so the new one was not saved.")
+    figures = result.figures
+    if figures.coverage < 1:
+        click.echo(
+            f"\nIts draft vocabulary has {figures.draft_tokens:,} tokens, which make up"
+            f" {figures.coverage:.1%} of the held-out replies."
+        )
     if result.plot:
         click.echo(printable(f"\nThe training curve is in {result.plot}"))
 
@@ -305,6 +330,7 @@ def _row(name: str, figures: DrafterFigures, kinds: Sequence[str]) -> list[str]:
     return [
         name,
         f"{figures.tokens_per_pass:.2f}",
+        f"{figures.tokens_per_pass_in_trees:.2f}",
         *(f"{share:.0%}" for share in figures.acceptance_per_depth),
         *(f"{by_kind[kind]:.2f}" if kind in by_kind else "-" for kind in kinds),
     ]

@@ -21,6 +21,7 @@ __all__ = [
     "Trainer",
     "TrainingBatch",
     "TrainingExample",
+    "Writer",
 ]
 
 
@@ -53,15 +54,22 @@ class TrainingBatch:
 
 
 class Guesser(Protocol):
-    """A drafter whose accuracy can be evaluated. All methods must be called from the same thread."""
+    """A drafter whose accuracy can be evaluated. All methods must be called from the same thread.
 
-    def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    Attributes:
+        draft_tokens: The target's token ids that the drafter can propose, int64 [draft tokens].
+    """
+
+    draft_tokens: NDArray[np.int64]
+
+    def ranks(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Draft `depth` tokens from each token in `batch.drafting_rows(depth)`.
 
         Returns:
-            Whether each drafted token is the target's top token, bool [drafts, depth], and the index of each
-            draft's conversation in the batch, int64 [drafts]. Each token is judged as if all earlier drafted
-            tokens were correct.
+            The rank of the target's top token among the drafter's candidates for each drafted token, int64
+            [drafts, depth], and the index of each draft's conversation in the batch, int64 [drafts]. Rank 0
+            is the drafter's first choice. A token that the drafter cannot propose ranks after all others.
+            Each token is judged as if all earlier drafted tokens were correct.
         """
 
 
@@ -124,12 +132,14 @@ class Student(Protocol):
         """Return the untrained draft model as a baseline, or None for heads."""
 
 
-class Teacher(Protocol):
-    """A target that generates text and trains drafters. All methods must be called from the same thread."""
+class Writer(Protocol):
+    """A model that generates training conversations. All methods must be called from the same thread."""
 
     vocabulary: Vocabulary
     context_tokens: int
-    """Context length that the target was trained for, or 0 if it is unknown."""
+    """Context length that the model was trained for, or 0 if it is unknown."""
+    memory_bytes: int
+    """Memory that the model takes up, in bytes."""
 
     def write(
         self,
@@ -153,8 +163,18 @@ class Teacher(Protocol):
 
         Raises:
             CancelledError: `progress` returned False.
-            BackendError: The target failed.
+            BackendError: The model failed.
         """
+
+
+class Teacher(Writer, Protocol):
+    """A target that trains drafters, and can write the conversations for it."""
+
+    why_slow: str
+    """Why training is slow on this machine and what to do about it, or an empty string."""
+
+    def peak_bytes(self) -> int:
+        """Return the most memory used since the last call for weights, gradients and states, in bytes."""
 
     def head(self, method: str) -> Student:
         """Return an untrained head of the given kind, such as `eagle3`, for this target."""

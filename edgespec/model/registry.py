@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -16,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from edgespec.cluster.status import Library
 from edgespec.errors import BackendMissingError, ModelFileError
 from edgespec.model.base import Head, LanguageModel, LoadOptions, Progress
-from edgespec.model.drafter_training import Teacher
+from edgespec.model.drafter_training import Teacher, Writer
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.model.model_facts import Adapter, ModelInfo, PassWeights
 from edgespec.model.token_list import TokenList
@@ -176,6 +177,9 @@ class FileFormat:
         networks: How the backend runs heads, by `HeadKind.network`.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
             progress callback. None if drafters cannot be trained for models in this format.
+        open_writer: Loads the model at a path for writing training conversations, given its name and a
+            progress callback. The model is closed at the end of the `with` block. None if `load_teacher`
+            writes them, or if models in this format cannot write several texts at once.
         worker_library: Returns the library that runs the model, whose version must be the same on all
             workers. None if the format does not support `LoadOptions.workers`.
         splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
@@ -211,6 +215,7 @@ class FileFormat:
     benchmark_models: BenchmarkModels | None = None
     networks: Mapping[str, HeadSupport] = field(default_factory=dict)
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
+    open_writer: Callable[[str, str, Progress | None], AbstractContextManager[Writer]] | None = None
     worker_library: Callable[[], Library] | None = None
     splits_tensors: bool = False
     projectors: bool = False

@@ -22,6 +22,7 @@ __all__ = [
     "batches",
     "read_conversations",
     "save_conversations",
+    "step_tokens",
     "token_counts",
     "training_steps",
 ]
@@ -115,10 +116,14 @@ def batches(
     return [divided[i] for i in random.permutation(len(divided))]
 
 
+def step_tokens(tokens: int) -> int:
+    """Return the maximum number of tokens per training step, given the number of tokens to train on."""
+    return min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, PASSES * tokens // _WANTED_STEPS))
+
+
 def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversation]]:
     """Return the batch for each training step. The order is deterministic, so training can be resumed."""
-    tokens = PASSES * sum(len(each.tokens) for each in conversations)
-    batch_tokens = min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, tokens // _WANTED_STEPS))
+    batch_tokens = step_tokens(sum(len(each.tokens) for each in conversations))
     return [
         batch
         for repetition in range(PASSES)

@@ -16,10 +16,13 @@ from edgespec.model.base import Progress
 from edgespec.model.drafter_training import Guesser
 from edgespec.train.conversations import Conversation, batch_of, batches
 
-__all__ = ["DEPTH", "DrafterFigures", "measure_drafter"]
+__all__ = ["BRANCHES", "DEPTH", "DrafterFigures", "measure_drafter"]
 
 # Draft length during evaluation, in tokens.
 DEPTH = 4
+# Number of alternatives per token at each depth of the draft trees during evaluation. Deeper tokens have no
+# alternatives. This is the example in the help of `--draft-branches`, with 21 tokens per tree.
+BRANCHES = (3, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,17 @@ class DrafterFigures:
         acceptance_per_depth: Acceptance rate of the draft token at each depth (0 to 1), given that all
             earlier draft tokens were accepted.
         tokens_per_pass_by_kind: `tokens_per_pass` for each kind of text.
+        tokens_per_pass_in_trees: Expected tokens per target pass with draft trees of the shape `BRANCHES`.
+        draft_tokens: Number of tokens in the draft vocabulary.
+        coverage: Fraction of the tokens in the replies that are in the draft vocabulary (0 to 1).
     """
 
     tokens_per_pass: float
     acceptance_per_depth: tuple[float, ...]
     tokens_per_pass_by_kind: dict[str, float]
+    tokens_per_pass_in_trees: float
+    draft_tokens: int
+    coverage: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as a JSON object."""
@@ -45,6 +54,9 @@ class DrafterFigures:
             "tokens_per_pass_by_kind": {
                 kind: round(each, 3) for kind, each in self.tokens_per_pass_by_kind.items()
             },
+            "tokens_per_pass_in_trees": round(self.tokens_per_pass_in_trees, 3),
+            "draft_tokens": self.draft_tokens,
+            "coverage": round(self.coverage, 4),
         }
 
 
@@ -63,21 +75,33 @@ def measure_drafter(
         CancelledError: `progress` returned False.
     """
     drafts: dict[str, list[NDArray[np.bool_]]] = defaultdict(list)
+    in_trees: list[NDArray[np.bool_]] = []
+    branches = np.array([*BRANCHES, *[1] * (DEPTH - len(BRANCHES))])
     divided = batches(conversations, batch_tokens, np.random.default_rng(0))
     for done, batch in enumerate(divided):
         if not progress("measuring", done / len(divided)):
             raise CancelledError("the evaluation was cancelled")
-        right, owners = drafter.guesses(batch_of(batch), DEPTH)
+        ranks, owners = drafter.ranks(batch_of(batch), DEPTH)
+        in_trees.append(_accepted(ranks < branches))
         for index, conversation in enumerate(batch):
-            drafts[conversation.kind].append(np.cumprod(right[owners == index], axis=1).astype(np.bool_))
+            drafts[conversation.kind].append(_accepted(ranks[owners == index] == 0))
     by_kind = {kind: np.concatenate(found) for kind, found in sorted(drafts.items())}
     accepted = np.concatenate(list(by_kind.values()))
     reached = [len(accepted), *accepted.sum(axis=0)]
+    replies = np.concatenate([each.tokens[each.prompt_length :] for each in conversations])
     return DrafterFigures(
         _tokens_per_pass(accepted),
         tuple(float(after / max(1, before)) for before, after in pairwise(reached)),
         {kind: _tokens_per_pass(found) for kind, found in by_kind.items() if len(found)},
+        _tokens_per_pass(np.concatenate(in_trees)),
+        len(drafter.draft_tokens),
+        float(np.isin(replies, drafter.draft_tokens).mean()),
     )
+
+
+def _accepted(right: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which drafted tokens are accepted, which are those before the first wrong one, per draft."""
+    return np.cumprod(right, axis=1).astype(np.bool_)
 
 
 def _tokens_per_pass(accepted: NDArray[np.bool_]) -> float:

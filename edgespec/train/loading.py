@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError, OptionError, TemplateError
 from edgespec.model.base import Progress
-from edgespec.model.drafter_training import Student, Teacher
+from edgespec.model.drafter_training import Student, Teacher, Writer
 from edgespec.model.registry import format_at
+from edgespec.model.trial_load import TrialModel, check_loadable
 from edgespec.store.drafts import choose_draft
 from edgespec.store.reference import Resolved, resolve
 from edgespec.system.files import error_reason, sampled_sha256
@@ -32,6 +33,7 @@ class TrainingTarget:
         identity: Hash of the loaded model's files.
         gguf: The GGUF model that will use the drafter, or None if the drafter is for the loaded model
             itself.
+        writer: The model that writes the conversations, or None if the loaded model writes them.
     """
 
     name: str
@@ -40,6 +42,33 @@ class TrainingTarget:
     path: Path
     identity: str
     gguf: Path | None
+    writer: Path | None = None
+
+    @property
+    def writer_identity(self) -> str:
+        """Hash of the files of `writer`, or an empty string. Raises ModelFileError on failure."""
+        return _identity(self.writer) if self.writer else ""
+
+    def open_writer(self, progress: Progress) -> AbstractContextManager[Writer]:
+        """Load the model that writes the conversations, and close it at the end of the `with` block.
+
+        A GGUF target writes its own text, because llama.cpp generates text much faster on CPUs than MLX. The
+        drafter then also learns from text with this file's quantisation.
+
+        Args:
+            progress: Called with a description and the completed fraction. Returning False cancels loading.
+
+        Raises:
+            ModelFileError: The model is damaged or not supported.
+            MemoryBudgetError: The model does not fit in memory next to `teacher`.
+            CancelledError: `progress` returned False.
+        """
+        if self.writer is None:
+            return nullcontext(self.teacher)
+        form = format_at(self.writer)
+        assert form.open_writer is not None
+        check_loadable([TrialModel(self.name, self.writer, form, runs=True)], progress)
+        return form.open_writer(str(self.writer), self.name, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +152,8 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
     Args:
         path: File or folder of the target.
         name: The target's name, for messages.
-        weights: Folder with the MLX or Hugging Face version of a GGUF target.
+        weights: Folder with the MLX or Hugging Face version of a GGUF target. It provides the hidden states,
+            and the GGUF target writes the text.
         progress: Called with a description and the completed fraction. Returning False cancels loading.
 
     Raises:
@@ -146,7 +176,8 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
     template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
     try:
         gguf = None if trained == path else path
-        yield TrainingTarget(name, teacher, template, trained, _identity(trained), gguf)
+        writer = gguf if gguf and format_at(gguf).open_writer else None
+        yield TrainingTarget(name, teacher, template, trained, _identity(trained), gguf, writer)
     finally:
         template.close()
 

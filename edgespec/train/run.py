@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,19 @@ from edgespec.store.prepared.head import needs_conversion, prepare_head
 from edgespec.system.files import error_reason, write_advice
 from edgespec.train.conversations import (
     BATCH_TOKENS,
+    PASSES,
     Conversation,
     batch_of,
     read_conversations,
     save_conversations,
+    step_tokens,
     token_counts,
     training_steps,
 )
 from edgespec.train.evaluation import DEPTH, DrafterFigures, measure_drafter
 from edgespec.train.loading import TrainingTarget
 from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings, lock_training
-from edgespec.train.timing import measure_speed
+from edgespec.train.timing import RemainingWork, TrainingEstimate, measure_costs
 from edgespec.train.writing import ConversationWriter, TrainingPrompt
 
 __all__ = ["TrainingResult", "train_drafter"]
@@ -42,6 +45,9 @@ _HELD_OUT_EVERY, _MAX_HELD_OUT = 24, 256
 _CURVE_CONVERSATIONS, _CURVE_POINTS = 48, 20
 # Number of conversations used to initialise a head's weights.
 _EXAMPLES = 64
+# Expected number of tokens per conversation, for the estimate before any have been written. The value was
+# chosen rather than measured.
+_CONVERSATION_TOKENS = 200
 _GGUF_NAME = "head.gguf"
 
 
@@ -99,7 +105,7 @@ def train_drafter(
     prompts: Sequence[TrainingPrompt],
     folder: Path,
     progress: Progress,
-    announce: Callable[[float, str], None],
+    announce: Callable[[TrainingEstimate | None, str], None],
 ) -> TrainingResult:
     """Train a drafter, or continue an interrupted training run.
 
@@ -111,9 +117,9 @@ def train_drafter(
         folder: Folder for the drafter. An existing drafter is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the
             training.
-        announce: Called once before the work starts, with the estimated remaining time in seconds (0 if
-            training is finished) and a description of what an interrupted run has already done (empty
-            for a new run).
+        announce: Called once before the work starts, with an estimate of the remaining time, memory and
+            disk space (None if training is finished) and a description of what an interrupted run has already
+            done (empty for a new run).
 
     Raises:
         CancelledError: `progress` returned False. To continue, call this again with the same arguments.
@@ -136,15 +142,22 @@ def train_drafter(
         ]
         state = saved.progress(required=kept.exists())
         if kept.exists():
-            announce(0.0, "the training is finished; only its result remains to be saved")
+            announce(None, "the training is finished; only its result remains to be saved")
         else:
-            writer = ConversationWriter(teacher, target.template, prompts)
             written = sum(len(each.tokens) for each in conversations)
-            speed = saved.speed(lambda: measure_speed(teacher, student, writer.question_start, progress))
-            left = speed.remaining_seconds(settings.tokens, written, state.trained_tokens)
             trained = bool(state.curve) and finished.exists()
-            announce(0.0 if trained else left, _continued(settings, conversations, state, trained=trained))
-            _write_conversations(writer, saved, conversations, settings.tokens, progress)
+            # Close the model that writes the conversations before the training steps, which need the memory.
+            needs_text = written < settings.tokens or not saved.has_costs
+            with target.open_writer(progress) if needs_text else nullcontext(teacher) as model:
+                writer = ConversationWriter(model, target.template, prompts)
+                start = writer.question_start
+                costs = saved.costs(lambda: measure_costs(model, teacher, student, start, path, progress))
+                work = _remaining_work(settings, conversations, state, 2 if earlier else 1)
+                announce(
+                    None if trained else costs.estimate(work, settings.tokens),
+                    _continued(settings, conversations, state, trained=trained),
+                )
+                _write_conversations(writer, saved, conversations, settings.tokens, progress)
             held_out, others = _divided(conversations)
             if not others:
                 raise EdgespecError(
@@ -214,6 +227,38 @@ def _explain_failures(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _remaining_work(
+    settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, drafters: int
+) -> RemainingWork:
+    """Return the work that is left, assuming that further conversations are as long as those so far.
+
+    Args:
+        settings: Settings of the training run.
+        conversations: The conversations that have been written.
+        state: The progress of the training.
+        drafters: Number of drafters to evaluate after training.
+    """
+    written = sum(len(each.tokens) for each in conversations)
+    tokens = max(written, settings.tokens)
+    length = written / len(conversations) if conversations else _CONVERSATION_TOKENS
+    held_out = min(tokens / _HELD_OUT_EVERY, _MAX_HELD_OUT * length)
+    trained = PASSES * (tokens - held_out)
+    steps = ceil(trained / step_tokens(round(tokens - held_out)))
+    evaluations = max(0, ceil(steps / _steps_per_evaluation(steps)) - len(state.curve))
+    evaluated = min(held_out, _CURVE_CONVERSATIONS * length)
+    return RemainingWork(
+        tokens - written,
+        max(0, steps - state.steps),
+        max(0.0, trained - state.trained_tokens),
+        evaluations,
+        evaluations * evaluated + drafters * held_out,
+    )
+
+
+def _steps_per_evaluation(steps: int) -> int:
+    return max(1, steps // _CURVE_POINTS)
+
+
 def _continued(
     settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, *, trained: bool
 ) -> str:
@@ -274,7 +319,7 @@ def _train(
     At regular intervals and after the last step, evaluates the drafter, saves its state, and publishes the
     drafter to `saved.best_folder` if no earlier evaluation was better.
     """
-    every = max(1, len(steps) // _CURVE_POINTS)
+    every = _steps_per_evaluation(len(steps))
     if state.steps:
         trainer.load_state(saved.state_file(state.steps))
     try:

@@ -21,15 +21,16 @@ from edgespec.model.drafter_training import DrafterTrainer
 from edgespec.system.files import read_regular_file, replace_when_written
 from edgespec.train.conversations import Conversation
 from edgespec.train.evaluation import DEPTH, DrafterFigures
-from edgespec.train.timing import TrainingSpeed
+from edgespec.train.timing import TrainingCosts
 
 __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings", "lock_training"]
 
 T = TypeVar("T")
 
-# Maximum plausible time per token in seconds. A slower saved speed is rejected as damaged.
-_MAX_TOKEN_SECONDS = 3600.0
-_SETTINGS, _PROGRESS = "settings.json", "progress.json"
+# Maximum plausible time in seconds and memory or disk space in bytes. Larger saved costs are rejected as
+# damaged.
+_MAX_SECONDS, _MAX_BYTES = 3600.0, 1 << 50
+_SETTINGS, _PROGRESS, _COSTS = "settings.json", "progress.json", "costs.json"
 _LOCK_FILE = "lock"
 
 
@@ -44,6 +45,7 @@ class TrainingSettings:
         prompts: Hash of the user's prompts. Empty if the target generates all questions itself.
         draft: Hash of the files of the draft model to train. Empty for heads.
         lora: Whether to train a LoRA adapter instead of the draft model's weights.
+        writer: Hash of the files of the GGUF model that writes the conversations. Empty if the target does.
     """
 
     method: str
@@ -52,6 +54,7 @@ class TrainingSettings:
     prompts: str
     draft: str = ""
     lora: bool = False
+    writer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,10 @@ class TrainingFolder:
             "method": "kind of drafter",
             "draft": "draft model",
             "lora": "--lora",
+            "writer": "GGUF file",
         }
+        # Runs that were started by earlier versions have no writer.
+        found = {"writer": "", **found}
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
             raise OptionError(
@@ -143,16 +149,21 @@ class TrainingFolder:
                 code="output_exists",
             )
 
-    def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
-        """Return the training run's saved speed. If there is none, measure and save it.
+    @property
+    def has_costs(self) -> bool:
+        """Whether the training run's costs have been saved."""
+        return (self.path / _COSTS).exists()
+
+    def costs(self, measure: Callable[[], TrainingCosts]) -> TrainingCosts:
+        """Return the training run's saved costs. If there are none, measure and save them.
 
         Raises:
             ModelFileError: The file is damaged.
         """
-        file = self.path / "speed.json"
-        if not file.exists():
+        file = self.path / _COSTS
+        if not self.has_costs:
             _write_json(file, asdict(measure()))
-        return _parsed(file, _speed)
+        return _parsed(file, _costs)
 
     def is_measured(self, drafter: str) -> bool:
         """Return whether a drafter's evaluation (`new` or `earlier`) has been saved."""
@@ -287,11 +298,22 @@ def _check_tokens_per_pass(tokens_per_pass: float) -> None:
         raise ValueError(f"the saved value of {tokens_per_pass} tokens per pass is not possible")
 
 
-def _speed(found: dict[str, Any]) -> TrainingSpeed:
-    speed = TrainingSpeed(float(found["write_seconds"]), float(found["train_seconds"]))
-    if not all(0.0 <= seconds < _MAX_TOKEN_SECONDS for seconds in astuple(speed)):
-        raise ValueError("the saved speed is out of range")
-    return speed
+def _costs(found: dict[str, Any]) -> TrainingCosts:
+    costs = TrainingCosts(
+        float(found["write_seconds"]),
+        float(found["step_seconds"]),
+        float(found["train_seconds"]),
+        float(found["evaluate_seconds"]),
+        float(found["save_seconds"]),
+        operator.index(found["memory_bytes"]),
+        operator.index(found["state_bytes"]),
+    )
+    *seconds, memory_bytes, state_bytes = astuple(costs)
+    if not all(0.0 <= each < _MAX_SECONDS for each in seconds):
+        raise ValueError("a saved duration is out of range")
+    if not all(0 <= each < _MAX_BYTES for each in (memory_bytes, state_bytes)):
+        raise ValueError("a saved size is out of range")
+    return costs
 
 
 def _figures(found: dict[str, Any]) -> DrafterFigures:
@@ -299,10 +321,17 @@ def _figures(found: dict[str, Any]) -> DrafterFigures:
         float(found["tokens_per_pass"]),
         tuple(float(each) for each in found["acceptance_per_depth"]),
         {str(kind): float(each) for kind, each in found["tokens_per_pass_by_kind"].items()},
+        float(found["tokens_per_pass_in_trees"]),
+        operator.index(found["draft_tokens"]),
+        float(found["coverage"]),
     )
-    for each in (figures.tokens_per_pass, *figures.tokens_per_pass_by_kind.values()):
+    for each in (
+        figures.tokens_per_pass,
+        figures.tokens_per_pass_in_trees,
+        *figures.tokens_per_pass_by_kind.values(),
+    ):
         _check_tokens_per_pass(each)
-    if not all(0.0 <= each <= 1.0 for each in figures.acceptance_per_depth):
+    if not all(0.0 <= each <= 1.0 for each in (*figures.acceptance_per_depth, figures.coverage)):
         raise ValueError("an acceptance rate is out of range")
     return figures
 

@@ -1,93 +1,222 @@
-"""Estimate the duration of a training run from the speed of a short trial."""
+"""Estimate the time, memory and disk space that a training run needs, from a short trial."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import CancelledError
 from edgespec.model.base import Progress
-from edgespec.model.drafter_training import Student, Teacher
-from edgespec.train.conversations import PASSES, Conversation, batch_of, token_counts
+from edgespec.model.drafter_training import DrafterTrainer, Student, Teacher, TrainingBatch, Writer
+from edgespec.model.registry import process_bytes
+from edgespec.train.conversations import BATCH_TOKENS, Conversation, batch_of, token_counts
+from edgespec.train.evaluation import DEPTH
 from edgespec.train.writing import BATCH_CONVERSATIONS
 
-__all__ = ["TrainingSpeed", "measure_speed"]
+__all__ = ["RemainingWork", "TrainingCosts", "TrainingEstimate", "measure_costs"]
 
 # Maximum tokens per conversation in the short and the long generation trial. The long trial estimates a real
 # batch's time per token to within a factor of two. Slow machines run only the short trial, so that the
 # estimate does not take minutes.
 _TRIAL_TOKENS = (2, 24)
 _LONG_WRITE_SECONDS = 5.0
-# Number of conversations in each trial step. Larger steps take less time per token and are closer to real
-# training steps. Slow machines run only the first trial step, because a step cannot be interrupted.
-_TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
+# Number of conversations in each trial step, and their length in tokens. The last two steps separate the
+# fixed time of a step from its time per token. Slow machines run only the first two sizes, because a step
+# cannot be interrupted.
+_TRIAL_CONVERSATIONS = (1, 3, 12, 32)
+_CONVERSATION_TOKENS = 32
 _LONG_STEP_SECONDS = 1.0
+# Number of steps per size. In every second step, draft models generate text.
+_STEPS = 2
+# Number of copies of the drafter's training state, and of its published files, that exist at the same time.
+# A new copy is complete before an old one is deleted, and a converted head is about as large as a published
+# one.
+_STATES, _PUBLISHED = 2, 3
+_CONVERSATION_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSpeed:
-    """The measured speed of a training run.
+class RemainingWork:
+    """The rest of a training run.
 
     Attributes:
-        write_seconds: Time to generate one token of a conversation, in seconds.
-        train_seconds: Time to train on one token, in seconds.
+        write_tokens: Number of tokens to write.
+        steps: Number of training steps.
+        train_tokens: Number of tokens in these steps.
+        evaluations: Number of evaluations during training, each of which saves the training state.
+        evaluated_tokens: Number of tokens in all evaluations, including those after training.
+    """
+
+    write_tokens: float
+    steps: float
+    train_tokens: float
+    evaluations: float
+    evaluated_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEstimate:
+    """The estimated costs of the rest of a training run.
+
+    Attributes:
+        write_seconds: Time to write conversations.
+        train_seconds: Time for the training steps.
+        evaluate_seconds: Time for the evaluations.
+        memory_bytes: Peak memory of the process.
+        disk_bytes: Peak disk space of the training folder.
     """
 
     write_seconds: float
     train_seconds: float
+    evaluate_seconds: float
+    memory_bytes: int
+    disk_bytes: int
 
-    def remaining_seconds(self, wanted_tokens: int, written_tokens: int, trained_tokens: int) -> float:
-        """Return the estimated remaining time in seconds.
-
-        Args:
-            wanted_tokens: Number of tokens that the training conversations should contain.
-            written_tokens: Number of tokens in the conversations so far.
-            trained_tokens: Number of tokens trained on so far, including repetitions.
-        """
-        left_to_write = max(0, wanted_tokens - written_tokens)
-        left_to_train = max(0, wanted_tokens * PASSES - trained_tokens)
-        return left_to_write * self.write_seconds + left_to_train * self.train_seconds
+    @property
+    def seconds(self) -> float:
+        return self.write_seconds + self.train_seconds + self.evaluate_seconds
 
 
-def measure_speed(
-    teacher: Teacher, student: Student, question_start: Sequence[int], progress: Progress
-) -> TrainingSpeed:
-    """Measure the speed of a training run by generating some text and training on it.
+@dataclass(frozen=True, slots=True)
+class TrainingCosts:
+    """The measured costs of a training run.
+
+    Attributes:
+        write_seconds: Time to generate one token of a conversation.
+        step_seconds: Time of a training step, in addition to the time for its tokens.
+        train_seconds: Time to train on one token.
+        evaluate_seconds: Time to evaluate the drafter on one token.
+        save_seconds: Time to save the training state and the drafter.
+        memory_bytes: Peak memory of the process.
+        state_bytes: Peak size of the saved training states and drafters on disk.
+    """
+
+    write_seconds: float
+    step_seconds: float
+    train_seconds: float
+    evaluate_seconds: float
+    save_seconds: float
+    memory_bytes: int
+    state_bytes: int
+
+    def estimate(self, work: RemainingWork, tokens: int) -> TrainingEstimate:
+        """Return the estimated costs of a training run with `tokens` tokens of conversations."""
+        return TrainingEstimate(
+            work.write_tokens * self.write_seconds,
+            work.steps * self.step_seconds + work.train_tokens * self.train_seconds,
+            work.evaluations * self.save_seconds + work.evaluated_tokens * self.evaluate_seconds,
+            self.memory_bytes,
+            self.state_bytes + tokens * _CONVERSATION_TOKEN_BYTES,
+        )
+
+
+def measure_costs(
+    model: Writer,
+    teacher: Teacher,
+    student: Student,
+    question_start: Sequence[int],
+    folder: Path,
+    progress: Progress,
+) -> TrainingCosts:
+    """Measure the costs of a training run by generating some text and training on it.
 
     Args:
-        teacher: The target, which generates the text.
+        model: The model that generates the text.
+        teacher: The target.
         student: The kind of head, or the draft model, to train.
-        question_start: The prompt that makes the target generate a question.
+        question_start: The prompt that makes the model generate a question.
+        folder: The folder of the training run. Temporary files in it are deleted.
         progress: Called repeatedly. Returning False cancels the trial.
 
     Raises:
         CancelledError: `progress` returned False.
+        OSError: The training state cannot be written to `folder`.
     """
-    count = BATCH_CONVERSATIONS
-    for max_tokens in _TRIAL_TOKENS:
-        began = time.perf_counter()
-        texts = teacher.write([list(question_start)] * count, [1.0] * count, max_tokens, 0, progress)
-        seconds = time.perf_counter() - began
-        if seconds > _LONG_WRITE_SECONDS:
-            break
-    write_seconds = seconds / sum(map(len, texts))
-    trial = [
-        Conversation(np.array([*question_start, *text], np.int32), len(question_start), "") for text in texts
-    ]
-    counts = token_counts(trial, teacher.vocabulary.size)
-    trainer = student.trainer(batch_of(trial[:1]), counts)
+    teacher.peak_bytes()
+    write_seconds, tokens = _measure_writing(model, question_start, progress)
+    writing_bytes = teacher.peak_bytes() + (0 if model is teacher else model.memory_bytes)
+    trainer = student.trainer(
+        _trial_batch(tokens, 1), token_counts([_conversation(tokens)], teacher.vocabulary.size)
+    )
+    # The first step takes longer, because it allocates memory.
+    trainer.step(_trial_batch(tokens, 1), 0.0)
+    sizes, seconds, peaks = list[int](), list[float](), list[float]()
     for conversations in _TRIAL_CONVERSATIONS:
         if not progress("estimating the time", 1.0):
             raise CancelledError("the estimate was cancelled")
-        batch = batch_of(trial[:conversations])
+        batch = _trial_batch(tokens, conversations)
+        teacher.peak_bytes()
         began = time.perf_counter()
-        # Time a step near the end of training, which takes longest, because a head then predicts the most
-        # tokens ahead. The average step takes about 80 % of that time.
-        trainer.step(batch, 0.999)
-        step_seconds = time.perf_counter() - began
-        if step_seconds > _LONG_STEP_SECONDS:
+        for _ in range(_STEPS):
+            # Time steps near the end of training, which take longest, because a head then predicts the most
+            # tokens ahead. Most steps of a training run predict as many.
+            trainer.step(batch, 0.999)
+        trained = time.perf_counter()
+        trainer.ranks(batch, DEPTH)
+        evaluate_seconds = (time.perf_counter() - trained) / batch.tokens.size
+        sizes.append(batch.tokens.size)
+        seconds.append((trained - began) / _STEPS)
+        peaks.append(teacher.peak_bytes())
+        if len(sizes) > 1 and seconds[-1] > _LONG_STEP_SECONDS:
             break
-    return TrainingSpeed(write_seconds, 0.8 * step_seconds / batch.tokens.size)
+    step_seconds, train_seconds = _line(sizes, seconds)
+    fixed_bytes, token_bytes = _line(sizes, peaks)
+    save_seconds, state_bytes = _measure_saving(trainer, folder)
+    memory_bytes = process_bytes() + max(writing_bytes, round(fixed_bytes + BATCH_TOKENS * token_bytes))
+    return TrainingCosts(
+        *(write_seconds, step_seconds, train_seconds, evaluate_seconds, save_seconds),
+        *(memory_bytes, state_bytes),
+    )
+
+
+def _measure_writing(
+    model: Writer, question_start: Sequence[int], progress: Progress
+) -> tuple[float, NDArray[np.int32]]:
+    """Return the time to generate one token in seconds, and the generated tokens."""
+    count = BATCH_CONVERSATIONS
+    for max_tokens in _TRIAL_TOKENS:
+        began = time.perf_counter()
+        texts = model.write([list(question_start)] * count, [1.0] * count, max_tokens, 0, progress)
+        seconds = time.perf_counter() - began
+        if seconds > _LONG_WRITE_SECONDS:
+            break
+    tokens = np.concatenate([np.array(text, np.int32) for text in texts])
+    return seconds / len(tokens), tokens
+
+
+def _conversation(tokens: NDArray[np.int32]) -> Conversation:
+    return Conversation(tokens, 1, "")
+
+
+def _trial_batch(tokens: NDArray[np.int32], conversations: int) -> TrainingBatch:
+    """Return a batch of conversations that consist of the given tokens, repeated as often as necessary."""
+    rows = np.resize(tokens, (conversations, _CONVERSATION_TOKENS))
+    return batch_of([_conversation(row) for row in rows])
+
+
+def _line(sizes: Sequence[int], costs: Sequence[float]) -> tuple[float, float]:
+    """Return the fixed cost and the cost per token, given the costs of the last two batch sizes."""
+    if len(sizes) == 1:
+        return 0.0, costs[0] / sizes[0]
+    (smaller, size), (lower, cost) = sizes[-2:], costs[-2:]
+    per_token = min(max(0.0, (cost - lower) / (size - smaller)), cost / size)
+    return cost - size * per_token, per_token
+
+
+def _measure_saving(trainer: DrafterTrainer, folder: Path) -> tuple[float, int]:
+    """Return the time to save the state and the drafter in seconds, and their peak size on disk in bytes."""
+    with TemporaryDirectory(dir=folder) as scratch:
+        state, published = Path(scratch) / "state", Path(scratch) / "published"
+        published.mkdir()
+        began = time.perf_counter()
+        trainer.save_state(state)
+        trainer.publish(published)
+        seconds = time.perf_counter() - began
+        published_bytes = sum(file.stat().st_size for file in published.iterdir())
+        return seconds, _STATES * state.stat().st_size + _PUBLISHED * published_bytes

@@ -20,7 +20,7 @@ from edgespec.errors import ChatFileError, EdgespecError, OptionError, TemplateE
 from edgespec.losslessness import read_prompts
 from edgespec.methods.auto.drafter_stats import text_kind
 from edgespec.model.base import Progress
-from edgespec.model.drafter_training import Teacher
+from edgespec.model.drafter_training import Writer
 from edgespec.train.conversations import Conversation
 
 __all__ = ["BATCH_CONVERSATIONS", "ConversationWriter", "TrainingPrompt", "chat_prompts", "file_prompts"]
@@ -42,11 +42,11 @@ _MARKER = "edgespec-7f3a"
 class ConversationWriter:
     """Generates conversations in batches.
 
-    A batch depends only on its index, the target and the prompts, so a resumed training run gets the
+    A batch depends only on its index, the model and the prompts, so a resumed training run gets the
     same batches.
 
     Args:
-        teacher: The target, which generates the conversations.
+        model: The model that generates the conversations.
         template: The target's chat template.
         prompts: Prompts to answer in the first batches. In later batches, the target generates the
             questions.
@@ -59,18 +59,18 @@ class ConversationWriter:
         TemplateError: The template rejects a message or leaves it out.
     """
 
-    def __init__(self, teacher: Teacher, template: ChatTemplate, prompts: Sequence[TrainingPrompt]) -> None:
-        self._teacher, self._prompts = teacher, prompts
-        self._builder = PromptBuilder(template, teacher.vocabulary)
+    def __init__(self, model: Writer, template: ChatTemplate, prompts: Sequence[TrainingPrompt]) -> None:
+        self._model, self._prompts = model, prompts
+        self._builder = PromptBuilder(template, model.vocabulary)
         before, marker, _ = template.render([Message("user", _MARKER)]).partition(_MARKER)
         if not marker:
             raise TemplateError("the model's chat template omits the user's message", "use another model")
-        bos = teacher.vocabulary.bos_text
+        bos = model.vocabulary.bos_text
         start = not (bos and before.startswith(bos))
-        self.question_start = teacher.vocabulary.tokenize(before, special=True, start=start)
+        self.question_start = model.vocabulary.tokenize(before, special=True, start=start)
         self._max_prompt_tokens = _MAX_PROMPT_TOKENS
-        if teacher.context_tokens:
-            self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, teacher.context_tokens - _MAX_REPLY_TOKENS)
+        if model.context_tokens:
+            self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, model.context_tokens - _MAX_REPLY_TOKENS)
 
     def write(self, batch: int, progress: Progress) -> list[Conversation]:
         """Generate a batch of conversations. The batch can be empty if all of its prompts are too long.
@@ -93,7 +93,7 @@ class ConversationWriter:
         temperatures = [_REPLY_TEMPERATURES[i % len(_REPLY_TEMPERATURES)] for i in range(len(prompts))]
         tokens = [tokens for tokens, _ in prompts]
         replies = (
-            self._teacher.write(tokens, temperatures, _MAX_REPLY_TOKENS, 2 * batch + 1, progress)
+            self._model.write(tokens, temperatures, _MAX_REPLY_TOKENS, 2 * batch + 1, progress)
             if tokens
             else []
         )
@@ -113,12 +113,12 @@ class ConversationWriter:
         """Have the target continue `question_start`, and return the finished questions."""
         count = BATCH_CONVERSATIONS
         starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
-        questions = self._teacher.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)
-        texts = [self._text(tokens) for tokens in questions if self._teacher.vocabulary.is_end(tokens[-1])]
+        questions = self._model.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)
+        texts = [self._text(tokens) for tokens in questions if self._model.vocabulary.is_end(tokens[-1])]
         return [_own_prompt([Message("user", text)]) for text in texts if text]
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return b"".join(map(self._teacher.vocabulary.piece, tokens)).decode("utf-8", "replace").strip()
+        return b"".join(map(self._model.vocabulary.piece, tokens)).decode("utf-8", "replace").strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,8 @@ def test_an_interrupt_and_its_continuation(
     place = re.escape(f"continuing the training in {folder / 'training'}: ")
     finished = r"\d+ of \d+ training steps are finished\n"
     time_left = r"the rest of the training takes about \d.*\n"
-    assert re.match(f"{place}{finished}{time_left}", continued.stderr)
+    needs = r"it needs about \d.* of memory, and \d.* of disk space"
+    assert re.match(f"{place}{finished}{time_left}{needs}", continued.stderr)
     assert facts["kept"]
     assert facts["tokens"] >= 1_000
     assert facts["tokens_per_pass_by_kind"].keys() == {"talk"}
@@ -211,10 +212,13 @@ def test_the_result_is_judged(
     capsys: pytest.CaptureFixture[str], tokens_per_pass: float, expected: str
 ) -> None:
     point = CurvePoint(3, 900, 1.0, tokens_per_pass)
-    figures = DrafterFigures(tokens_per_pass, (0.5,), {})
+    figures = DrafterFigures(tokens_per_pass, (0.5,), {}, 2.5, 8_192, 0.987)
     result = TrainingResult(Path("my-head"), True, figures, None, [point], point, 9, 900, None, None)
     print_result(result, "head")
-    assert expected in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert expected in shown
+    assert "2.50" in shown
+    assert "8,192 tokens, which make up 98.7%" in shown
     print_result(replace(result, kept=False), "head")
     assert expected not in capsys.readouterr().out
 

@@ -74,7 +74,7 @@ def train(target: TrainingTarget) -> Train:
         announced: list[str] | None = None,
         gguf: Path | None = None,
     ) -> TrainingResult:
-        def announce(_seconds: float, continued: str) -> None:
+        def announce(_estimate: object, continued: str) -> None:
             if announced is not None:
                 announced.append(continued)
 
@@ -82,7 +82,7 @@ def train(target: TrainingTarget) -> Train:
         student = target.teacher.head(method)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 20)
-            # Measure the speed in a short trial.
+            # Measure the costs in a short trial.
             patch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
             patch.setattr("edgespec.train.timing._TRIAL_TOKENS", (4,))
             return train_drafter(

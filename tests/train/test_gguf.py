@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +16,7 @@ from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, EdgespecError
+from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.drafter_training import TrainingBatch
@@ -23,9 +25,10 @@ from edgespec.model.hidden_states import HeadModel
 from edgespec.store.catalogue import models_folder
 from edgespec.store.prepared.head import needs_conversion, prepare_head
 from edgespec.system.files import file_state
+from edgespec.train import TrainingSettings, TrainingTarget, load_target, train_drafter
 from tests.backends.tiny_models import write_llama
 from tests.raising import raises
-from tests.train.conftest import LAYERS, Stops, Train
+from tests.train.conftest import LAYERS, PROMPTS, Stops, Train
 
 TEXT = (
     "<|im_start|>user\nHow do I list files by size?<|im_end|>\n<|im_start|>assistant\n"
@@ -65,6 +68,46 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     assert np.mean(expected == own) > 0.9
     # Agreement is no coincidence, because the guesses differ from each other.
     assert len(set(own)) > 5
+
+
+def test_a_gguf_target_writes_its_own_text_and_continues_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.train.writing.BATCH_CONVERSATIONS", 6)
+    monkeypatch.setattr("edgespec.train.timing.BATCH_CONVERSATIONS", 6)
+    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 12)
+    monkeypatch.setattr("edgespec.train.timing._TRIAL_TOKENS", (4,))
+    monkeypatch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
+    demo, weights = models_folder() / "demo-target-q8_0.gguf", models_folder() / "demo-mlx"
+
+    def run(folder: Path, progress: Callable[[str, float], bool]) -> None:
+        student = target.teacher.head("medusa")
+        train_drafter(target, student, settings, PROMPTS, folder, progress, lambda _estimate, _text: None)
+
+    def written(folder: Path, progress: Callable[[str, float], bool]) -> list[list[int]]:
+        """Train until `progress` cancels it, and return the tokens of the finished batches."""
+        with pytest.raises(CancelledError):
+            run(folder, progress)
+        files = sorted((folder / "training").glob("conversations-*.npz"))
+        return [np.load(file)["tokens"].tolist() for file in files]
+
+    with load_target(demo, "demo", weights, lambda _text, _fraction: True) as target:
+        monkeypatch.setattr(type(target.teacher), "write", None)
+        settings = TrainingSettings("medusa", target.identity, 250, "test", writer=target.writer_identity)
+        whole = written(tmp_path / "whole", Stops(0))
+        parts = tmp_path / "parts"
+        first = parts / "training" / "conversations-000000.npz"
+        # Stop while the second batch is written.
+        stopped = written(parts, lambda text, _: not (first.exists() and text.startswith("writing")))
+        assert stopped == whole[:1]
+        assert len(whole) == 2
+        assert written(parts, Stops(0)) == whole
+        # The rest of the training needs no more text.
+        monkeypatch.setattr(TrainingTarget, "open_writer", None)
+        assert written(parts, Stops(0)) == whole
+        settings = replace(settings, writer="other file")
+        with raises(OptionError, "GGUF file", code="output_exists"):
+            run(parts, Stops())
 
 
 @pytest.mark.long

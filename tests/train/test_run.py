@@ -129,7 +129,7 @@ def test_a_head_that_borrows_the_targets_output_matrix_is_compared(
 
 
 @pytest.mark.long
-def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
+def test_the_costs_are_measured_once(train: Train, tmp_path: Path) -> None:
     first, second = Stops(1), Stops(1)
     for progress in (first, second):
         with pytest.raises(CancelledError):
@@ -240,12 +240,23 @@ def test_saved_tokens_are_checked(
         train(tmp_path)
 
 
-@pytest.mark.parametrize("seconds", [math.nan, -1.0, 1e308])
-def test_the_saved_speed_is_checked(train: Train, unfinished: Path, tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"write_seconds": math.nan},
+        {"step_seconds": -1.0},
+        {"evaluate_seconds": 1e308},
+        {"memory_bytes": 1 << 60},
+        {"state_bytes": "much"},
+    ],
+)
+def test_the_saved_costs_are_checked(
+    train: Train, unfinished: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
     shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "training" / "speed.json"
-    file.write_text(json.dumps({"write_seconds": seconds, "train_seconds": 1.0}))
-    with raises(ModelFileError, "speed.json", code="training_damaged"):
+    file = tmp_path / "training" / "costs.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with raises(ModelFileError, "costs.json", code="training_damaged"):
         train(tmp_path)
 
 

@@ -23,6 +23,7 @@ from edgespec.backends.mlx.teacher_model import (
     TeacherModel,
     convert_to_float32,
     faster_in_float32,
+    token_ranks,
     write_texts,
 )
 from edgespec.backends.mlx.weight_loading import load_model
@@ -156,15 +157,14 @@ class DraftGuesser:
         self._teacher, self._draft, self._name = teacher, draft, name
         # The vocabularies may end with different numbers of padding tokens.
         self._vocab_size = min(teacher.vocabulary.size, draft.vocab_size)
+        self.draft_tokens = np.arange(self._vocab_size)
 
-    def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    def ranks(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         best = self._target_logits(batch).argmax(axis=-1)
         evaluate(best)
-        right = self._draft_logits(batch).argmax(axis=-1) == best
-        evaluate(right)
-        hits, rows = np.array(right), batch.drafting_rows(depth)
-        guesses = np.stack([hits[rows + 1 + step] for step in range(depth)], axis=1)
-        return guesses, rows // batch.tokens.shape[1]
+        ranks, rows = token_ranks(self._draft_logits(batch), np.array(best)), batch.drafting_rows(depth)
+        drafted = np.stack([ranks[rows + 1 + step] for step in range(depth)], axis=1)
+        return drafted, rows // batch.tokens.shape[1]
 
     def _target_logits(self, batch: TrainingBatch) -> mx.array:
         """Return the target's logits after each token, float32 [flattened tokens, vocabulary]."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
 from edgespec.backends.mlx.gradient_descent import Arrays, GradientDescent, ParameterGroup, save_arrays
-from edgespec.backends.mlx.teacher_model import TeacherModel
+from edgespec.backends.mlx.teacher_model import TeacherModel, token_ranks
 from edgespec.errors import ModelFileError
 from edgespec.model.drafter_training import TrainingBatch
 
@@ -151,21 +151,24 @@ class HeadGuesser:
 
     def __init__(self, teacher: TeacherModel, head: TrainableHead) -> None:
         self._teacher, self.head = teacher, head
+        self.draft_tokens = head.draft_tokens
         self._draft_tokens = mx.array(head.draft_tokens)
 
-    def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    def ranks(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         states = self._teacher.states(batch.tokens, self.head.states)
         best = states.logits.argmax(axis=-1).reshape(-1)
         evaluate(best, states.hidden)
         rows = batch.drafting_rows(depth)
         embeddings = self._teacher.embed(mx.array(batch.tokens))
-        hits = []
+        # The position of each of the target's tokens in the draft vocabulary, or -1.
+        columns = np.full(self._teacher.vocabulary.size, -1)
+        columns[self.draft_tokens] = np.arange(len(self.draft_tokens))
+        goals = columns[np.array(best)]
+        ranks = []
         for step, state in enumerate(self.head.unroll(embeddings, states.hidden, depth)):
             drafted = self.head.logits(state.reshape(-1, state.shape[-1])[mx.array(rows)])
-            hit = self._draft_tokens[drafted.argmax(axis=-1)] == best[mx.array(rows + 1 + step)]
-            evaluate(hit)
-            hits.append(np.array(hit))
-        return np.stack(hits, axis=1), rows // batch.tokens.shape[1]
+            ranks.append(token_ranks(drafted, goals[rows + 1 + step]))
+        return np.stack(ranks, axis=1), rows // batch.tokens.shape[1]
 
 
 class MlxHeadTrainer(HeadGuesser):

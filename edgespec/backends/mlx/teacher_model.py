@@ -25,8 +25,9 @@ from edgespec.backends.mlx.weight_loading import LoadedMlxModel
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.model.base import Progress, Vocabulary
 from edgespec.model.hidden_states import POST_NORM
+from edgespec.system.openblas import why_slow
 
-__all__ = ["TeacherModel", "convert_to_float32", "faster_in_float32", "write_texts"]
+__all__ = ["TeacherModel", "convert_to_float32", "faster_in_float32", "token_ranks", "write_texts"]
 
 
 class TargetStates(NamedTuple):
@@ -58,6 +59,8 @@ class TeacherModel:
         config = loaded.skeleton.config
         self.config: dict[str, Any] = config.get("text_config") or config
         self.context_tokens = loaded.skeleton.sizes.trained_context_tokens
+        self.memory_bytes = sum(array.nbytes for _, array in named_arrays(self._net.parameters()))
+        self.why_slow = why_slow() if runs_on_cpu() else ""
         self._hooks = HiddenStateHooks(self._net)
         self.layers = self._hooks.count
         self._find_matrices()
@@ -130,6 +133,11 @@ class TeacherModel:
                 known[POST_NORM] = body.output
             hidden = mx.concatenate([known[state] for state in states], axis=-1)
             return TargetStates(hidden.astype(mx.float32), logits)
+
+    def peak_bytes(self) -> int:
+        peak = int(mx.get_peak_memory())
+        mx.reset_peak_memory()
+        return peak
 
     def write(
         self,
@@ -210,6 +218,24 @@ def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
     if not temperature:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
     return lambda logprobs: mx.random.categorical(logprobs / temperature)
+
+
+def token_ranks(logits: mx.array, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rank of one token per row, int64 [rows]. Rank 0 has the highest logit.
+
+    Args:
+        logits: float32 [rows, tokens].
+        tokens: The column of the token to rank in each row, or -1 for a token without a column, which ranks
+            after all others.
+    """
+    count = logits.shape[-1]
+    known = mx.array(np.maximum(tokens, 0))[:, None]
+    own = mx.take_along_axis(logits, known, axis=-1)
+    # Like argmax, prefer the first of several tokens with the same logit.
+    earlier = (logits == own) & (mx.arange(count)[None] < known)
+    ranks = ((logits > own) | earlier).sum(axis=-1)
+    evaluate(ranks)
+    return np.where(tokens < 0, count, np.array(ranks)).astype(np.int64)
 
 
 def faster_in_float32(loaded: LoadedMlxModel) -> bool:

@@ -21,15 +21,22 @@ from edgespec.errors import CapabilityError
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.model.heads.eagle_files import parse_config
 
-__all__ = ["TrainableEagle", "UnrolledEagle"]
+__all__ = ["TrainableEagle", "UnrolledEagle", "choose_draft_tokens"]
 
 # Minimum number of layers in the target. EAGLE-3 heads read the inputs of layer 2, the middle layer and the
 # third layer from the end.
 _MIN_LAYERS = 6
 # Keys of the target's `config.json` that determine the sizes of the head's layer.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
-# Maximum size of the draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
-_MAX_DRAFT_TOKENS = 32_768
+# The draft vocabulary consists of the most frequent tokens that make up this share of the training replies.
+# A draft ends at a token outside the vocabulary, but a larger output matrix makes every drafted token slower.
+# The share was chosen rather than measured.
+_COVERAGE = 0.99
+# Minimum and maximum size of the draft vocabulary. A short training sees too few tokens to choose fewer, and
+# most published heads have 32,000 tokens.
+_MIN_DRAFT_TOKENS, _MAX_DRAFT_TOKENS = 8_192, 32_768
+# The size is a multiple of this, because matrix products are fast for such sizes.
+_TOKENS_STEP = 256
 # The head drafts one more token per training step after each of these fractions of the training. Each
 # additional token takes as much time as the first, and is useful only once the earlier tokens are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
@@ -138,7 +145,7 @@ class TrainableEagle(TrainableHead):
 
     @classmethod
     def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
-        draft_tokens = np.sort(np.argsort(-counts, kind="stable")[:_MAX_DRAFT_TOKENS])
+        draft_tokens = choose_draft_tokens(counts)
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -211,6 +218,25 @@ class TrainableEagle(TrainableHead):
         arrays["d2t"] = mx.array(ids - np.arange(len(ids)), mx.int64)
         arrays["t2d"] = mx.array(np.isin(np.arange(self.config["vocab_size"]), ids))
         return arrays
+
+
+def choose_draft_tokens(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the most frequent tokens that make up `_COVERAGE` of all tokens, in ascending order.
+
+    Of equally frequent tokens, those with the lowest ids are chosen, because most tokenizers number frequent
+    tokens first.
+
+    Args:
+        counts: How often each token of the vocabulary occurs, int64 [vocabulary].
+
+    Returns:
+        Token ids, int64 [draft tokens].
+    """
+    frequent = np.argsort(-counts, kind="stable")
+    covered = np.cumsum(counts[frequent])
+    needed = int(np.searchsorted(covered, _COVERAGE * covered[-1])) + 1
+    rounded = -(-needed // _TOKENS_STEP) * _TOKENS_STEP
+    return np.sort(frequent[: min(max(rounded, _MIN_DRAFT_TOKENS), _MAX_DRAFT_TOKENS)])
 
 
 def _hidden_layers(teacher: TeacherModel) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
-from edgespec.backends.mlx.trainable_eagle import UnrolledEagle
+from edgespec.backends.mlx.teacher_model import token_ranks
+from edgespec.backends.mlx.trainable_eagle import UnrolledEagle, choose_draft_tokens
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.model.drafter_training import TrainingBatch
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
@@ -41,11 +42,11 @@ def batch_of(conversations: int = 4, length: int = 24) -> TrainingBatch:
 def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     teacher, batch = teacher_of(folder / kind, kind), batch_of(2)
     trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))
-    before, _ = trainer.guesses(batch, 4)
+    before, _ = trainer.ranks(batch, 4)
     losses = [trainer.step(batch, 0.5) for _ in range(40)]
-    after, owners = trainer.guesses(batch, 4)
+    after, owners = trainer.ranks(batch, 4)
     assert losses[-1] < 0.7 * losses[0]
-    assert after.mean() > before.mean() + 0.2
+    assert (after == 0).mean() > (before == 0).mean() + 0.2
     # Four guesses fit into the reply from the token before it on.
     assert np.bincount(owners).tolist() == [24 - 6 - 3] * 2
 
@@ -82,8 +83,27 @@ def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: py
     assert np.flatnonzero(np.array(arrays["t2d"])).tolist() == list(range(100, 150))
     published = teacher.head("eagle3").published(folder / "rare head")
     assert published is not None
-    right, _ = published.guesses(batch, 2)
-    assert np.mean(right == trainer.guesses(batch, 2)[0]) > 0.95
+    ranks, _ = published.ranks(batch, 2)
+    assert np.mean((ranks == 0) == (trainer.ranks(batch, 2)[0] == 0)) > 0.95
+
+
+def test_the_draft_vocabulary_covers_a_share_of_the_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_COVERAGE", 0.9), ("_TOKENS_STEP", 2), ("_MIN_DRAFT_TOKENS", 1)):
+        monkeypatch.setattr(f"edgespec.backends.mlx.trainable_eagle.{name}", value)
+    counts = np.array([0, 1, 50, 0, 30, 9, 10, 0], np.int64)
+    # 50, 30 and 10 of 100 tokens make up the share, and the size is rounded up to an even number.
+    assert choose_draft_tokens(counts).tolist() == [2, 4, 5, 6]
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 2)
+    assert choose_draft_tokens(counts).tolist() == [2, 4]
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 100)
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MIN_DRAFT_TOKENS", 6)
+    # Of the tokens that never occur, the one with the lowest id is added.
+    assert choose_draft_tokens(counts).tolist() == [0, 1, 2, 4, 5, 6]
+
+
+def test_the_ranks_of_tokens() -> None:
+    logits = mx.array([[0.1, 0.9, 0.5], [2.0, 2.0, 2.0], [3.0, 1.0, 2.0]])
+    assert token_ranks(logits, np.array([0, 1, -1])).tolist() == [2, 1, 3]
 
 
 def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
