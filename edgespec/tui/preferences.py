@@ -63,8 +63,8 @@ class Preferences:
 
         Also records that drafting need not be explained again.
         """
-        if (self.target, self.draft, self.knows_drafting) != (*models, True):
-            self.target, self.draft = models
+        if (self.target, self.draft, self.knows_drafting) != (models.target, models.draft, True):
+            self.target, self.draft = models.target, models.draft
             self.knows_drafting = True
             self.write(path)
 
