@@ -179,7 +179,13 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     ]
 
 
-def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage: bool = False) -> Message:
+def as_message(
+    number: int,
+    item: Message | Mapping[str, Any],
+    *,
+    allows_damage: bool = False,
+    with_images: bool = True,
+) -> Message:
     """Convert item `number` of a list to a `Message`. Raises OptionError if it is invalid.
 
     Reasoning at the start of an assistant message's content is moved to `reasoning`.
@@ -236,7 +242,7 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
         return replace(reply_message(content), tool_calls=calls, ended_early=ended_early)
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
     items = item.get("files") or [] if role == "user" else []
-    files = as_attached_files(number, items, allows_damage=allows_damage)
+    files = as_attached_files(number, items, allows_damage=allows_damage, with_images=with_images)
     seconds = _seconds(number, item.get("reasoning_seconds"))
     images = tuple(item.get("images") or ())
     _check_images(number, images, content)
@@ -328,30 +334,34 @@ class AttachedFile:
         return f"{self.name}:\n{fence}{language[1] if language else ''}\n{self.text}{line_break}{fence}"
 
 
-def as_attached_files(number: int, items: object, *, allows_damage: bool = False) -> tuple[AttachedFile, ...]:
+def as_attached_files(
+    number: int, items: object, *, allows_damage: bool = False, with_images: bool = True
+) -> tuple[AttachedFile, ...]:
     """Convert the `files` of message `number`.
 
     Args:
         number: The number of the message, for error messages.
         items: The files.
         allows_damage: Whether to replace a damaged image with text that reports the damage.
+        with_images: Whether to read images. If not, they become files without a text.
 
     Raises:
         OptionError: The files are invalid.
     """
     if not isinstance(items, list):
         raise _invalid_files(number)
-    return tuple(_as_attached_file(number, item, allows_damage) for item in items)
+    return tuple(_as_attached_file(number, item, allows_damage, with_images) for item in items)
 
 
-def _as_attached_file(number: int, item: object, allows_damage: bool) -> AttachedFile:
+def _as_attached_file(number: int, item: object, allows_damage: bool, with_images: bool) -> AttachedFile:
     kinds = {"name": str, "text": str, "token_count": int}
     optional = {"image": str}
     given = {key: type(value) for key, value in item.items()} if isinstance(item, dict) else {}
     if not isinstance(item, dict) or given not in (kinds, kinds | optional):
         raise _invalid_files(number)
+    reads_image = with_images and "image" in item
     try:
-        image = Image.from_base64(item["image"], item["name"]) if "image" in item else None
+        image = Image.from_base64(item["image"], item["name"]) if reads_image else None
     except AttachmentError as error:
         if allows_damage:
             return AttachedFile(item["name"], error.what)

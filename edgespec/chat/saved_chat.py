@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from edgespec.chat.message import Message, as_message
@@ -66,10 +67,19 @@ def title_of(messages: Sequence[Message]) -> str:
 
 
 class ModelReferences(NamedTuple):
-    """The models a chat last used, in the form `--target` and `--draft` accept, or empty if unknown."""
+    """The models a chat last used, in the form `--target` and `--draft` accept, or empty if unknown.
+
+    `options` are the other load options that the user changed in the chat, such as `context`.
+    """
 
     target: str = ""
     draft: str = ""
+    options: Mapping[str, Setting] = MappingProxyType({})
+
+    def to_json(self) -> dict[str, object]:
+        """Return the references in the format of saved chats."""
+        options = {"options": dict(self.options)} if self.options else {}
+        return {"target": self.target, "draft": self.draft, **options}
 
 
 NO_MODELS = ModelReferences()
@@ -138,7 +148,7 @@ class SavedChat:
             "messages": _tree_json(self.tree),
             "open": self.tree.tip,
             "sampling": dict(self.sampling),
-            **({"models": self.models._asdict()} if self.models.target else {}),
+            **({"models": self.models.to_json()} if self.models.target else {}),
             **({"unfinished": True} if self.unfinished else {}),
             **({"pinned": True} if self.pinned else {}),
         }
@@ -173,15 +183,26 @@ def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
     return items
 
 
-def read_chat(path: Path, chat_id: str) -> SavedChat:
-    """Read and validate the file of the chat with this ID. Raises ChatFileError."""
+def read_chat(path: Path, chat_id: str, *, with_images: bool = True) -> SavedChat:
+    """Read and validate the file of the chat with this ID.
+
+    Args:
+        path: The file.
+        chat_id: The ID.
+        with_images: Whether to read attached images, which takes much longer than all other data. A chat
+            without its images must not be saved.
+
+    Raises:
+        ChatFileError: The file cannot be read, or is not a valid chat.
+    """
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > MAX_SAVED_BYTES:
             raise ValueError(
                 f"the file has {size_bytes:,} bytes, which exceeds the limit of {MAX_SAVED_BYTES:,} bytes"
             )
-        return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8-sig")))
+        data = json.loads(path.read_bytes().decode("utf-8-sig"))
+        return _checked(path, chat_id, data, with_images=with_images)
     except FileNotFoundError:
         raise ChatFileError(
             f"there is no saved chat at {path}", "choose one from the list of chats", code="chat_not_found"
@@ -208,7 +229,7 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
     )
 
 
-def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
+def _checked(path: Path, chat_id: str, json_value: object, *, with_images: bool) -> SavedChat:
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
@@ -218,7 +239,7 @@ def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
             "upgrade edgespec, or open the chat with the version that wrote it",
             code="chat_version_unknown",
         )
-    chat = _from_json(data, version)
+    chat = _from_json(data, version, with_images=with_images)
     if chat.id != chat_id:
         raise ValueError(f"the chat ID {chat.id[:80]!r} does not match the file name")
     return chat
@@ -238,12 +259,13 @@ def chat_from_json(data: Mapping[str, object]) -> SavedChat:
     return replace(_from_json(data, version), id="")
 
 
-def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
+def _from_json(data: Mapping[str, object], version: int, *, with_images: bool = True) -> SavedChat:
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     items = _typed(data.get("messages"), list, "`messages`")
     # Tolerate damaged images, so that the rest of the chat can still be read.
     tree = MessageTree.linear(
-        as_message(number, item, allows_damage=True) for number, item in enumerate(items, 1)
+        as_message(number, item, allows_damage=True, with_images=with_images)
+        for number, item in enumerate(items, 1)
     )
     if version > 1:
         parents = tuple(_parent(place, item) for place, item in enumerate(items))
@@ -270,9 +292,9 @@ def _models(value: object) -> ModelReferences:
     if value is None:
         return NO_MODELS
     references = _typed(value, dict, "`models`")
-    return ModelReferences(
-        *(_typed(references.get(name, ""), str, f"`{name}`") for name in ModelReferences._fields)
-    )
+    target, draft = (_typed(references.get(name, ""), str, f"`{name}`") for name in ("target", "draft"))
+    options = _typed(references.get("options", {}), dict, "`options`")
+    return ModelReferences(target, draft, {name: _setting(name, each) for name, each in options.items()})
 
 
 def _parent(place: int, item: Mapping[str, object]) -> int | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from edgespec.chat.saved_chat import SavedChat, in_utc, read_chat
 from edgespec.errors import ChatFileError
@@ -27,6 +27,7 @@ __all__ = ["ChatStore", "FoundChat", "StoredChat", "find_chat", "search"]
 # Timeout in seconds for acquiring the lock while another program is saving a chat.
 _LOCK_SECONDS = 5.0
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+_FileState: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class ChatStore:
         self.folder = folder if folder is not None else data_folder() / "chats"
         # Cached entries, keyed by file name, with the file's modification time and size to detect changes.
         self._entries: dict[str, tuple[tuple[int, int], StoredChat]] = {}
+        # The state of each file that this store has written, and the chat's time of change, keyed by chat ID.
+        self._written: dict[str, tuple[_FileState, datetime]] = {}
         self._is_cleaned = False
 
     def new_id(self) -> str:
@@ -91,6 +94,8 @@ class ChatStore:
                 write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
                 code="file_not_written",
             ) from error
+        if (state := _file_state(path)) is not None:
+            self._written[chat.id] = state, chat.updated
         return path
 
     def add(self, chat: SavedChat) -> SavedChat:
@@ -119,11 +124,16 @@ class ChatStore:
         return chat
 
     def _changed(self, chat_id: str, known: datetime) -> bool:
+        """Return whether another program has changed a chat since this time of change."""
+        path = self._path(chat_id)
+        # Reading a chat takes long if it contains images, and a chat is saved every second during a reply.
+        if self._written.get(chat_id) == (_file_state(path), known):
+            return False
         try:
-            return self.load(chat_id).updated != known
+            return read_chat(path, chat_id, with_images=False).updated != known
         except ChatFileError:
             # Do not overwrite an unreadable file, which a newer version of edgespec may have written.
-            return self._path(chat_id).exists()
+            return path.exists()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -255,9 +265,18 @@ class ChatStore:
         return self.folder / f"{chat_id}.json"
 
 
+def _file_state(path: Path) -> _FileState | None:
+    """Return a value that changes whenever the file is written, or None if there is no such file."""
+    with suppress(OSError):
+        status = path.stat()
+        # Each save replaces the file, so the inode differs even if the clock is too coarse.
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return None
+
+
 def _entry(path: Path) -> StoredChat:
     try:
-        chat = read_chat(path, path.stem)
+        chat = read_chat(path, path.stem, with_images=False)
     except ChatFileError as error:
         updated = datetime.fromtimestamp(0, UTC)
         with suppress(OSError, ValueError, OverflowError):

@@ -7,8 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -18,7 +17,6 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, WORKER_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
 from edgespec.cli.settings import ignore_setting, preset_of
-from edgespec.options.default_model import default_model
 from edgespec.options.reply_options import REPLY_OPTIONS
 
 if TYPE_CHECKING:
@@ -94,7 +92,7 @@ def command(
     else with the models that you used last. The first chat uses SmolLM2, a small model that `scripts/setup`
     installs, or a tiny demo model if that is missing.
     """
-    are_remembered = _choose_models(ctx, options, model, resume)
+    are_remembered, changed, fallback_note = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
@@ -105,50 +103,60 @@ def command(
     from edgespec.options.settings import load_arguments_for_another_model
     from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
+    from edgespec.tui.model_choice import lasting
     from edgespec.tui.plain_run import run_plain_chat
 
     sharing = ChatSharing()
 
     def load(progress: Progress) -> ChatModel:
         try:
-            return sharing.load(pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress)
+            arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
+            return sharing.load(_with_changes(arguments, changed), progress)
         except EdgespecError as error:
             if not are_remembered or isinstance(error, CancelledError):
                 raise
             advice = " or ".join(filter(None, (error.next_step, "open another model: edgespec chat MODEL")))
             raise EdgespecError(error.what, advice, code=error.code) from error
 
-    models = ModelReferences(_lasting(options["target"]), _lasting(options["draft"]))
+    models = ModelReferences(lasting(options["target"]), lasting(options["draft"]), changed)
 
-    def load_other(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
+    def load_other(
+        reference: str, changed: Mapping[str, Any] | None = None, kept: Mapping[str, Any] | None = None
+    ) -> Load:
         if changed is not None and reference == models.target:
             arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
         else:
             arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
-        changed = changed or {}
-        # If the user has set `exactness` in the chat, it overrides `--exact` as well.
-        exact = bool(arguments.get("exact")) and "exactness" not in changed
-        arguments |= {"target": reference, "exact": exact, **changed}
-
+        arguments = _with_changes({**arguments, "target": reference}, {**(kept or {}), **(changed or {})})
         return lambda progress: sharing.load(arguments, progress)
 
-    def plan_other(reference: str, memory_bytes: int | None) -> Preview:
+    def plan_other(reference: str, planned: Mapping[str, Any]) -> Preview:
         import edgespec
 
         arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
-        return edgespec.plan(reference, **{**arguments, "memory": memory_bytes})
+        return edgespec.plan(reference, **_with_changes(arguments, planned))
 
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
         for name in _REPLY_NAMES
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
+    # A chat that is resumed has settings of its own, so replace only those named for this run.
+    overrides = {
+        name: value
+        for name, value in {**settings, "system": system}.items()
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
     asked: dict[str, Any] = {
         "models": models,
+        "changed": changed,
+        "fallback_note": fallback_note,
         "system": system,
         "settings": settings,
+        "overrides": overrides,
         "resume": resume,
         "load_other": load_other,
+        "plan_other": plan_other,
         "tools": tools,
         "sharing": sharing,
     }
@@ -156,7 +164,6 @@ def command(
         ended = run_plain_chat(load, **asked)
     else:
         looks = {
-            "plan_other": plan_other,
             "light": light,
             "mouse": not no_mouse,
             "remember": options["remember"],
@@ -172,13 +179,34 @@ def command(
     return DONE
 
 
+def _with_changes(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for loading a model, with the load options that were changed in the chat."""
+    # If the user has set `exactness` in the chat, it overrides `--exact` as well.
+    exact = bool(arguments.get("exact")) and "exactness" not in changed
+    return {**arguments, "exact": exact, **changed}
+
+
+class _Choice(NamedTuple):
+    """The models that a chat opens with, apart from `options["target"]` and `options["draft"]`.
+
+    Attributes:
+        are_remembered: Whether the models come from an earlier chat.
+        changed: Load options of the chat to resume.
+        fallback_note: Why the chat opens with other models than it should. Empty if it does not.
+    """
+
+    are_remembered: bool
+    changed: dict[str, Any]
+    fallback_note: str
+
+
 def _choose_models(
     ctx: click.Context, options: dict[str, Any], model: str | None, resume: str | None
-) -> bool:
+) -> _Choice:
     """Choose the target and the draft model, unless the user has named them on the command line.
 
     A saved chat uses its own models. A new chat uses the models that were used last, unless the settings name
-    others. Returns whether the models come from an earlier chat.
+    others.
     """
     source = ctx.get_parameter_source("target")
     if model is not None:
@@ -186,22 +214,41 @@ def _choose_models(
             raise usage_error(f"both {model!r} and --target name a model", "omit one of them", ctx)
         options["target"] = model
         ignore_setting(ctx, "target")
-        return False
-    models = None
-    if resume is not None and source is not ParameterSource.COMMANDLINE:
-        models = _models_of_chat(resume)
+        return _Choice(False, {}, "")
+    if source is ParameterSource.COMMANDLINE:
+        return _Choice(False, {}, "")
+    from edgespec.tui.model_choice import load_options_of, models_here
+    from edgespec.tui.texts import missing_draft_text
+
+    wanted = None if resume is None else _models_of_chat(resume)
+    models = None if wanted is None else models_here(wanted)
+    note = ""
     if models is None and source is ParameterSource.DEFAULT:
-        models = _models_used_last()
-    if models is not None:
-        options["target"] = models.target
-        ignore_setting(ctx, "target")
-        if ctx.get_parameter_source("draft") is not ParameterSource.COMMANDLINE:
-            options["draft"] = models.draft or options["draft"]
-    return models is not None
+        wanted = _models_used_last()
+        models = models_here(wanted)
+        if models is None and wanted.target:
+            note = (
+                f"The model that you used last, {wanted.target}, was not found, so this chat uses"
+                f" {options['target']}. To choose another model, type /model."
+            )
+    if models is None or wanted is None:
+        return _Choice(False, {}, note)
+    options["target"] = models.target
+    ignore_setting(ctx, "target")
+    if ctx.get_parameter_source("draft") is not ParameterSource.COMMANDLINE:
+        options["draft"] = models.draft or options["draft"]
+        if models.draft != wanted.draft:
+            note = missing_draft_text(wanted.draft)
+    changed = {
+        name: value
+        for name, value in load_options_of(models).items()
+        if name != "draft" and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE
+    }
+    return _Choice(True, changed, note)
 
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:
-    """Return the models of a saved chat, or None if they are unknown or no longer on this machine."""
+    """Return the models of a saved chat, or None if there is no such chat."""
     from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 
@@ -209,42 +256,18 @@ def _models_of_chat(wanted: str) -> ModelReferences | None:
     with suppress(ChatFileError):
         store = ChatStore()
         if (found := find_chat(store.list(), wanted)) is not None:
-            return _if_here(store.load(found.id).models)
+            return store.load(found.id).models
     return None
 
 
-def _models_used_last() -> ModelReferences | None:
-    """Return the models that the last chat used, or None if they are no longer on this machine."""
+def _models_used_last() -> ModelReferences:
+    """Return the models that the last chat used."""
     from edgespec.chat.saved_chat import ModelReferences
     from edgespec.chat.store import ChatStore
     from edgespec.tui.preferences import Preferences, preferences_path
 
     preferences = Preferences.read(preferences_path(ChatStore()))
-    return _if_here(ModelReferences(preferences.target, preferences.draft))
-
-
-def _if_here(models: ModelReferences) -> ModelReferences | None:
-    return models if models.target and all(map(_is_here, models)) else None
-
-
-def _is_here(reference: str) -> bool:
-    """Return whether a model can be loaded without a download."""
-    if reference in ("", "auto", "none", default_model()):
-        return True
-    from edgespec.errors import EdgespecError
-    from edgespec.store.reference import resolve
-
-    try:
-        resolve(reference, allow_download=False)
-    except EdgespecError:
-        return False
-    return True
-
-
-def _lasting(reference: str) -> str:
-    """Return the reference, made absolute if it is a path, so that it is valid in any folder."""
-    path = Path(reference)
-    return str(path.resolve()) if path.exists() else reference
+    return ModelReferences(preferences.target, preferences.draft)
 
 
 def _has_screen() -> bool:

@@ -119,7 +119,7 @@ class LoadArguments(TypedDict, total=False):
     mmproj: Annotated[str | PathLike[str] | None, Option(ProjectorName(), "model",
         "File that lets a GGUF model see images (a projector, also called mmproj). `auto` uses the one in"
         " the model's folder or in Ollama's storage; `none` turns images off and saves memory.",
-        default="auto", per_run=True)]
+        default="auto", per_run=True, in_chat=("Images", "auto, none or an mmproj file"))]
     workers: Annotated[str | None, Option(WorkerList(), "workers",
         "Machines to run the model on, each of which holds a part of it. Separate them with commas; you can"
         " add how much memory to use on each, such as ssh://you@mac=16GiB,local=8GiB. For ssh:// addresses,"

@@ -29,11 +29,12 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ChatFileError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
-from edgespec.tui.background import in_thread
+from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
-from edgespec.tui.numbers import count
+from edgespec.tui.model_choice import LoadOptions, load_chosen, references_after
+from edgespec.tui.numbers import count, percent
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
@@ -41,18 +42,11 @@ from edgespec.tui.terminal_input import guard_input
 from edgespec.tui.texts import notices, rounding_warning, sentences, switched_note
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
-from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, too_long_text
+from edgespec.tui.widgets.files import dropped
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text
 from edgespec.tui.widgets.markdown_blocks import load_parsers
-from edgespec.tui.widgets.prompt import History, WaitingMessages
-from edgespec.tui.worker import (
-    Load,
-    LoadOther,
-    ModelThread,
-    PlanModel,
-    load_named,
-    plan_named,
-    references_after,
-)
+from edgespec.tui.widgets.prompt import History, WaitingMessages, references_to
+from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
 
 if TYPE_CHECKING:
     from edgespec.api.sharing.chat_sharing import ChatSharing
@@ -91,7 +85,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
     check_textual_variables()
     app = ChatApp(load, **options)
     guard_input(app.driver_class)
-    with EndWatch(app.save_turn, app.leave_soon, app.stop_model, is_open=is_input_open) as watch:
+    with EndWatch(app.save_turn, app.leave_soon, app.end_without_terminal, is_open=is_input_open) as watch:
         try:
             with quick_screen():
                 app.run(mouse=mouse)
@@ -101,7 +95,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
             try:
                 app.archive.finish_all_deletions()
             finally:
-                sys.stderr.write(app.keep_typed())
+                sys.stderr.write(app.keep_typed() + app.downloads_note())
         if not model_stopped:
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")
@@ -128,10 +122,14 @@ class ChatApp(App[None]):
     Args:
         load: Function that loads the model. Called in the model thread.
         load_other: Returns a function that loads another model, given a reference to it.
-        plan_other: Plans another model, given a reference to it and a memory limit in bytes.
+        plan_other: Plans another model, given a reference to it and load options.
         models: References to the models that the user chose, such as `8b-q4`.
+        changed: Load options of the chat to resume that `load` has applied.
+        fallback_note: Why the chat opens with other models than it should, or an empty string. If set, these
+            models are not remembered for the next chat.
         system: System prompt for new chats.
         settings: Settings for new chats.
+        overrides: Settings, or the system prompt, that replace those of the chat to resume.
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
         store: The saved chats. Defaults to those in the user's data folder.
         light: Whether to use the light theme. Defaults to the last theme used.
@@ -165,8 +163,11 @@ class ChatApp(App[None]):
         load_other: LoadOther = load_named,
         plan_other: PlanModel = plan_named,
         models: ModelReferences = NO_MODELS,
+        changed: Mapping[str, Any] | None = None,
+        fallback_note: str = "",
         system: str | None = None,
         settings: Mapping[str, Setting] | None = None,
+        overrides: Mapping[str, Any] | None = None,
         resume: str | None = None,
         store: ChatStore | None = None,
         light: bool | None = None,
@@ -185,13 +186,18 @@ class ChatApp(App[None]):
         if light is not None:
             self.preferences.theme = "light" if light else "dark"
         self._models = models
+        self._changed = dict(changed or {})
+        self._fallback_note = fallback_note
         self._system = system
         self._settings = dict(settings or {})
+        self._overrides = dict(overrides or {})
         self._resume = resume
         self._tools = tools
         self._remember = remember
-        self._loading = LoadingScreen(models.target)
+        self._pasted = PastedTexts()
+        self._loading = LoadingScreen(models.target, self._pasted)
         self._leaving = False
+        self._is_typed_kept = False
         # Whether the user has been warned that quitting loses the messages of chats that cannot be saved.
         self._are_losses_known = False
         self._keys = KeyOrder(self, super().on_event)
@@ -279,20 +285,25 @@ class ChatApp(App[None]):
             models=self._models,
             system=self._system,
             settings=self._settings,
+            changed=self._changed,
             take_typed=self._loading.take_typed,
+            pasted=self._pasted,
             plan_model=self._plan_other,
             # Finding the models on this machine reads other programs' folders, which can be slow.
             notices=await in_thread(partial(notices, runtime)),
         )
         self._leaving = False
-        self.preferences.remember(self._models, self._preferences_path)
+        if not self._fallback_note:
+            self.preferences.remember(self._models, self._preferences_path)
         await self.switch_screen(chat)
         if self._resume is None:
             # A chat that is reopened shows its messages instead of the explanation.
             chat.mark_explained()
             chat.call_later(offer_unfinished, chat)
         else:
-            chat.call_later(resume, chat, self._resume)
+            chat.call_later(resume, chat, self._resume, self._overrides)
+        if self._fallback_note:
+            chat.call_later(chat.transcript.note, self._fallback_note)
         chat.call_later(chat.send_typed, self._loading.take_messages())
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
@@ -311,36 +322,35 @@ class ChatApp(App[None]):
 
     def on_chat_view_model_chosen(self, event: ChatScreen.ModelChosen) -> None:
         if self.screen is not self._loading:
-            self.run_worker(self._switch_model(event.reference, event.changed))
+            self.run_worker(self._switch_model(event))
 
-    async def _switch_model(self, reference: str, changed: Mapping[str, Any] | None) -> None:
-        """Continue the chat with another model. If loading fails, show the error and keep the old model.
-
-        Args:
-            reference: A reference to the model.
-            changed: Load options that the user has changed, or None when switching to another model.
-        """
-        chat = self.chat
+    async def _switch_model(self, chosen: ChatScreen.ModelChosen) -> None:
+        """Continue the chat with another model. If loading fails, show the error and keep the old model."""
+        chat, reference, changed = self.chat, chosen.reference, chosen.changed
         assert chat is not None
-        self._loading = LoadingScreen(reference)
+        self._loading = LoadingScreen(reference, self._pasted)
         await self.push_screen(self._loading)
         chat.holds_waiting = True
         while chat.writing:
             chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
         before = chat.runtime.target
-        load = self._load_other(reference) if changed is None else self._load_other(reference, changed)
+        options = LoadOptions.of(chat.changed_load_options, changed, is_other=chosen.is_other)
+        load = load_chosen(self._load_other, self._plan_other, reference, options)
         switched = await self._loaded(self.model_thread.switch(load))
         if switched is None:
             return
         note = ""
         if switched.failure is None:
-            note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
+            note = switched_note(before, switched.runtime, chat.changed_load_options, options)
             # Do this before the chat handles input again, because the next command may change these options.
-            chat.models = references_after(self._models, reference, changed)
+            chat.models = references_after(self._models, reference, options)
             chat.current_chat.models = chat.models
-            chat.changed_load_options = changed or {}
-            self.preferences.remember(chat.models, self._preferences_path)
+            chat.changed_load_options = options.all
+            if chosen.is_other:
+                self._fallback_note = ""
+            if not self._fallback_note:
+                self.preferences.remember(chat.models, self._preferences_path)
         self._leaving = False
         await self.pop_screen()
         await chat.use_runtime(switched.runtime)
@@ -361,6 +371,8 @@ class ChatApp(App[None]):
         else:
             await chat.show_error(switched.failure)
             await chat.transcript.note(f"This chat still uses {switched.runtime.target.name}.")
+        if chosen.note:
+            await chat.transcript.note(chosen.note)
 
     def action_cancel_load(self) -> None:
         """Stop loading the model. If called again, quit immediately."""
@@ -419,8 +431,12 @@ class ChatApp(App[None]):
         Returns:
             A message about the unsent text, or an empty string if nothing was typed.
         """
+        if self._is_typed_kept:
+            return ""
+        self._is_typed_kept = True
         in_chat = [] if self.chat is None else self.chat.unsent_texts
-        loading = "\n".join((*self._loading.take_messages(), self._loading.take_typed()))
+        # The screen may already be gone, so only read what it contains.
+        loading = "\n".join((*self._loading.waiting.texts, self._pasted.whole(self._loading.typed)))
         typed = [text for text in (*in_chat, loading) if text.strip()]
         # Print text that cannot be saved, so that the user can copy it.
         lost = [text for text in typed if not (self._remember and self._history.add(text.strip()))]
@@ -428,6 +444,22 @@ class ChatApp(App[None]):
         if len(lost) < len(typed):
             notes.append("What you typed was not sent. Press Up in your next chat to get it back.\n")
         return "".join(notes)
+
+    def downloads_note(self) -> str:
+        """Return a note on the downloads that quitting has stopped, or an empty string if there are none."""
+        if self.chat is None:
+            return ""
+        return "".join(
+            f"The download of {each.reference} was stopped at {percent(each.fraction)}. To resume it, type"
+            f" /model {each.reference} in your next chat.\n"
+            for each in self.chat.downloads.unfinished
+            if not each.ended.is_set()
+        )
+
+    def end_without_terminal(self) -> None:
+        """Stop the model and save unsent text, because the terminal is closed. Called from another thread."""
+        self.stop_model()
+        self.keep_typed()
 
     def save_turn(self) -> None:
         """Save the reply in progress, if any. Can be called from any thread, even after the app has ended."""
@@ -475,6 +507,10 @@ def quick_screen() -> Iterator[None]:
 class LoadingScreen(Screen[None]):
     """Screen that shows the model name and loading progress, while collecting typed input.
 
+    Args:
+        name: The name of the model.
+        pasted: The long pasted texts, which the chat's input also uses.
+
     Attributes:
         waiting: The messages and commands that the user has entered. They are sent in this order once the
             model is loaded.
@@ -485,10 +521,11 @@ class LoadingScreen(Screen[None]):
         Binding("escape,ctrl+c,ctrl+q", "app.cancel_load", "Cancel", show=False, priority=True),
     ]
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pasted: PastedTexts) -> None:
         super().__init__()
         self.typed = ""
         self._model = name
+        self._pasted, self._files = pasted, CallThread()
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
         self._what = Static(Content("Starting"), id="loading-what")
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
@@ -521,13 +558,14 @@ class LoadingScreen(Screen[None]):
             self.typed += event.character
         elif event.key == "enter" and self.typed.strip() and not self._is_in_block:
             text, self.typed = self.typed, ""
-            self.waiting.add(block_text(text.rstrip().split("\n")) if text.startswith(QUOTES) else text)
+            text = block_text(text.rstrip().split("\n")) if text.startswith(QUOTES) else text
+            self.waiting.add(self._pasted.whole(text))
         elif event.key in ("enter", "ctrl+j", "shift+enter"):
             self.typed += "\n"
         elif event.key in ("backspace", "up") and not self.typed and self.waiting.texts:
-            self.typed = self.waiting.take(-1)
+            self.typed = self._pasted.folded(self.waiting.take(-1))
         elif event.key == "backspace":
-            self.typed = self.typed[:-1]
+            self.typed = self._pasted.without_last(self.typed)
         self._show_typed()
 
     @property
@@ -535,12 +573,17 @@ class LoadingScreen(Screen[None]):
         """Whether the text starts with triple quotes that are not closed yet. See `PromptInput`."""
         return self.typed.startswith(QUOTES) and not ends_block(self.typed.rstrip().split("\n"))
 
-    def on_paste(self, event: events.Paste) -> None:
-        """Treat pasted text as if it had been typed."""
+    async def on_paste(self, event: events.Paste) -> None:
+        """Add pasted text and dropped files to the typed text, as the chat's input does."""
         if len(event.text) > MAX_INPUT_CHARACTERS:
             self.notify(too_long_text(len(event.text)), markup=False)
             return
-        self.typed += event.text
+        if paths := await dropped(self._files, event.text):
+            self.typed += references_to(paths, self.typed, self.typed)
+        elif self._pasted.is_long(event.text):
+            self.typed += self._pasted.fold(event.text, None)
+        else:
+            self.typed += event.text
         self._show_typed()
 
     def _show_typed(self) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from edgespec.attachments.finding import NoSuchFileError, find_files
 from edgespec.attachments.reading import ReadFiles, read_files
 from edgespec.errors import AttachmentError, CapabilityError
 from edgespec.system.files import error_reason, file_state
-from edgespec.tui.input_syntax import without_punctuation
+from edgespec.tui.input_syntax import find_references, without_punctuation
 
 if TYPE_CHECKING:
-    from edgespec import AttachedFile
+    from edgespec import AttachedFile, Message
     from edgespec.api.sharing.base import ChatModel
     from edgespec.model.image import Image
 
-__all__ = ["Attachment", "AttachmentReader"]
+__all__ = ["Attachment", "AttachmentReader", "saved_files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,37 @@ class AttachmentReader:
             "attach less, or choose a larger --context",
             code="attachment_too_large",
         )
+
+
+def saved_files(
+    message: Message, references: Sequence[str]
+) -> tuple[tuple[AttachedFile, ...], Sequence[str]]:
+    """Return the files of a saved message that references in its new text still name.
+
+    The files are not read again, because the message may have been written in another folder.
+
+    Args:
+        message: The message.
+        references: The references in its new text.
+
+    Returns:
+        The files, and the references whose files must be read because the message did not have them.
+    """
+    before = {without_punctuation(each) for each in find_references(message.content)}
+    names = {without_punctuation(each) for each in references}
+    added = [each for each in references if without_punctuation(each) not in before]
+    if before <= names:
+        return message.files, added
+    names = {os.path.normpath(name) for name in names & before}
+    files = (
+        file
+        for file in message.files
+        if any(
+            file.name == name or file.name.startswith(f"{name}/") or fnmatch(file.name, name)
+            for name in names
+        )
+    )
+    return tuple(files), added
 
 
 def _deleted(reference: str) -> AttachmentError:

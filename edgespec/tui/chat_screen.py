@@ -13,9 +13,10 @@ from typing import ClassVar
 from textual import events, on
 from textual.binding import Binding, BindingType
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import AttachedFile, Message
 from edgespec.errors import AttachmentError, OptionError
 from edgespec.tui import saved_chats, screen_commands, selection
+from edgespec.tui.attachments import saved_files
 from edgespec.tui.commands import table
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import write_prompt
@@ -89,8 +90,9 @@ class ChatScreen(TurnScreen):
         await self.send_text(event.text)
 
     async def send_text(self, text: str) -> None:
-        """Send text as a message, or run it as a slash command. Does nothing if it is blank."""
+        """Send text as a message, or run it as a slash command. If it is blank, send a waiting message."""
         if not text.strip():
+            await self.send_waiting()
             return
         typed = table.read(text)
         if typed is not None and self.editing is None:
@@ -357,15 +359,26 @@ async def _send(screen: TurnScreen, text: str, place: int | None) -> None:
         screen.say("The message you edited is gone. Press Enter to send your text as a new message.")
         screen.give_back(text)
         return
-    is_question = place is None or screen.current_chat.tree.messages[place].role == "user"
-    if is_question and (references := find_references(text)):
+    entry = None if place is None else screen.current_chat.tree.messages[place]
+    is_question = entry is None or entry.role == "user"
+    references: Sequence[str] = find_references(text) if is_question else ()
+    kept: tuple[AttachedFile, ...] = ()
+    if entry is not None and is_question and entry.is_saved:
+        kept, references = saved_files(entry.message, references)
+    if references:
         # Reading can take seconds, so use a worker to keep the screen responsive.
-        screen.run_worker(_send_with_files(screen, text, place, references))
+        screen.run_worker(_send_with_files(screen, text, place, references, kept))
     else:
-        await _send_message(screen, Message("user", text.strip()), place)
+        await _send_message(screen, Message("user", text.strip(), files=kept), place)
 
 
-async def _send_with_files(screen: TurnScreen, text: str, place: int | None, references: list[str]) -> None:
+async def _send_with_files(
+    screen: TurnScreen,
+    text: str,
+    place: int | None,
+    references: Sequence[str],
+    kept: tuple[AttachedFile, ...],
+) -> None:
     chat = screen.current_chat
     reading = asyncio.ensure_future(screen.chips.attachments(references))
     # If the program ends while the files are being read, the message stays in this list.
@@ -385,7 +398,7 @@ async def _send_with_files(screen: TurnScreen, text: str, place: int | None, ref
         screen.give_back(text)
         screen.post_message(screen.Free())
         return
-    files = tuple(file for attachment in attachments for file in attachment.files)
+    files = (*kept, *(file for attachment in attachments for file in attachment.files))
     await _send_message(screen, Message("user", text.strip(), files=files), place)
     found = {attachment.path for attachment in attachments}
     if missing := [path for path in missing_files(references) if path not in found]:

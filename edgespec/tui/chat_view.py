@@ -38,6 +38,7 @@ from edgespec.tui.texts import (
 from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.widgets.details import Details, SpeedHistory, StatusFacts, StatusLine, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
+from edgespec.tui.widgets.long_texts import PastedTexts
 from edgespec.tui.widgets.messages import MessageWidget, Panel, Welcome, message_key_hint
 from edgespec.tui.widgets.prompt import History, PromptInput, WaitingMessages
 from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
@@ -80,10 +81,14 @@ class ChatView(Screen[None]):
             reference: A reference to the model.
             changed: Load options that the user has changed in the chat, or None when switching to another
                 model.
+            is_other: Whether this is another model. If so, it keeps the options changed before that suit it.
+            note: A note to show once the model is loaded.
         """
 
         reference: str
         changed: Mapping[str, Any] | None = None
+        is_other: bool = False
+        note: str = ""
 
     def __init__(
         self,
@@ -96,14 +101,18 @@ class ChatView(Screen[None]):
         models: ModelReferences,
         system: str | None,
         settings: Mapping[str, Setting],
+        changed: Mapping[str, Any],
         take_typed: Callable[[], str],
+        pasted: PastedTexts,
         plan_model: PlanModel,
         notices: Sequence[str],
     ) -> None:
         super().__init__()
         self.runtime = runtime
         self.models = models
-        self.changed_load_options: Mapping[str, Any] = {}
+        self.changed_load_options = changed
+        # Paths of the models that this program has loaded.
+        self.model_paths = [runtime.target.path]
         self.plan_model = plan_model
         self.preferences = preferences
         self.first_system = system
@@ -122,7 +131,13 @@ class ChatView(Screen[None]):
         self.chips = FileChips(files, runtime, id="chips")
         self.waiting = WaitingMessages(id="waiting")
         self.prompt = PromptInput(
-            self.history, self.paths, self.chips, self.waiting, archive.store.folder.parent, id="prompt"
+            self.history,
+            self.paths,
+            self.chips,
+            self.waiting,
+            pasted,
+            archive.store.folder.parent,
+            id="prompt",
         )
         self.sidebar = Sidebar(id="sidebar")
         self._models = Static(id="models")
@@ -296,6 +311,8 @@ class ChatView(Screen[None]):
                 hint += " · Enter sends this next"
             elif not narrow and self.waiting.texts:
                 hint += " · Up takes your message back"
+        elif self.waiting.texts and not prompt.text:
+            hint = "Enter sends the waiting message" + ("" if narrow else " · Up takes it back")
         else:
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
         if (title, hint) != self._hints:

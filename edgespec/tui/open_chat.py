@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from threading import Event
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markdown_it import MarkdownIt
 
@@ -29,12 +30,17 @@ FORK_SUFFIX = " (fork)"
 class ChatEntry:
     """A message in the open chat.
 
-    `chunks` and `reply` are set only for replies generated since the chat was opened.
+    Attributes:
+        message: The message.
+        chunks, reply: Set only for replies generated since the chat was opened.
+        is_saved: Whether the message and its files come from a saved chat. Its references may now name other
+            files, or none.
     """
 
     message: Message
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
+    is_saved: bool = False
 
     @property
     def role(self) -> Role:
@@ -140,13 +146,20 @@ class OpenChat:
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
         """Create an open chat from a saved chat. `settings` are its valid settings."""
+        tree = chat.tree.map(partial(ChatEntry, is_saved=True))
         return cls(
-            *(chat.system, dict(settings), chat.id, chat.title, chat.created, chat.tree.map(ChatEntry)),
+            *(chat.system, dict(settings), chat.id, chat.title, chat.created, tree),
             saved_at=chat.updated,
             unfinished=chat.unfinished,
             pinned=chat.pinned,
             models=chat.models,
         )
+
+    def override(self, values: Mapping[str, Any]) -> None:
+        """Replace settings with those in `values`, which can also contain the system prompt as `system`."""
+        self.settings |= {name: value for name, value in values.items() if name != "system"}
+        if "system" in values:
+            self.system = values["system"] or None
 
     @property
     def entries(self) -> list[ChatEntry]:
@@ -191,7 +204,8 @@ class OpenChat:
 
     def edit(self, place: int, message: Message) -> RunningTurn:
         """Return a turn that adds a new version of a user's message and replies to it."""
-        tree = self.tree.add(ChatEntry(message), self.tree.parents[place])
+        entry = ChatEntry(message, is_saved=self.tree.messages[place].is_saved)
+        tree = self.tree.add(entry, self.tree.parents[place])
         return RunningTurn(tree, sent=message.content, edited=place)
 
     def regenerate(self, place: int) -> RunningTurn:
@@ -213,7 +227,7 @@ class OpenChat:
             dict(self.settings),
             title=self.shown_title + FORK_SUFFIX,
             models=self.models,
-            tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
+            tree=MessageTree.linear(ChatEntry(entry.message, is_saved=entry.is_saved) for entry in entries),
         )
 
     def fork_text(self, fork: OpenChat) -> str:

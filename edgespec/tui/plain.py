@@ -30,6 +30,7 @@ from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import (
     drafting_explanation,
     error_text,
+    missing_models_text,
     not_found_text,
     sentences,
     speed_up_short,
@@ -48,7 +49,7 @@ from edgespec.tui.tool_access import (
     readable_arguments,
     unanswered_calls,
 )
-from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
+from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread, PlanModel
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Stats, TextChunk
@@ -76,7 +77,10 @@ class PlainChat:
         runtime: The loaded models.
         archive: The saved chats.
         load_other: Returns a function that loads another model, given a reference to it.
+        plan_other: Plans another model, given a reference to it and load options.
         models: The references to the models that the user chose.
+        changed: Load options of the chat to resume that have been applied.
+        is_fallback: Whether the chat opens with other models than it should, which are not remembered.
         system: System prompt for new chats.
         settings: Settings for new chats.
 
@@ -96,14 +100,20 @@ class PlainChat:
         archive: Archive,
         *,
         load_other: LoadOther,
+        plan_other: PlanModel,
         models: ModelReferences,
+        changed: Mapping[str, Any],
+        is_fallback: bool,
         system: str | None,
         settings: Mapping[str, Setting],
     ) -> None:
         self.model_thread, self.runtime, self.archive = thread, runtime, archive
         self.console = PlainConsole(thread.cancel)
-        self.load_other, self.models, self.first_models = load_other, models, models
-        self.changed_load_options: Mapping[str, Any] = {}
+        self.load_other, self.plan_other = load_other, plan_other
+        self.models, self.first_models = models, models
+        self.changed_load_options, self.is_fallback = changed, is_fallback
+        # Paths of the models that this program has loaded.
+        self.model_paths = [runtime.target.path]
         self.first_system, self.first_settings = system, dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.downloads = Downloads()
@@ -116,7 +126,7 @@ class PlainChat:
 
     def remember_models(self) -> None:
         """Save the user's choice of models for the next chat, unless input comes from a pipe or a file."""
-        if self.console.is_interactive:
+        if self.console.is_interactive and not self.is_fallback:
             path = preferences_path(self.archive.store)
             Preferences.read(path).remember(self.models, path)
 
@@ -151,12 +161,22 @@ class PlainChat:
             with suppress(ChatFileError):
                 self.archive.save_now(chat, self.runtime.target.name, chat.turn)
 
-    def resume(self, wanted: str) -> None:
-        """Open the saved chat with this ID or title; `last` is the newest. Tell the user if there is none."""
+    def resume(self, wanted: str, overrides: Mapping[str, Any]) -> None:
+        """Open the saved chat with this ID or title; `last` is the newest. Tell the user if there is none.
+
+        Args:
+            wanted: The ID or title.
+            overrides: Settings, or the system prompt, that replace those of the chat.
+        """
         try:
             found = self.archive.find_now(wanted)
             if found is not None:
-                self.open(found)
+                saved = self.open(found)
+                self.current_chat.override(overrides)
+                target = self.runtime.target.name
+                # The command line has already chosen the models.
+                if note := missing_models_text(saved, target, None):
+                    self.console.note(note)
                 return
         except ChatFileError as error:
             self.console.note(sentences(error.what, error.next_step))
@@ -191,6 +211,8 @@ class PlainChat:
     def use_runtime(self, runtime: ChatModel) -> None:
         """Continue the chat with another model. Remove settings that the model does not support."""
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
+        if runtime.target.path not in self.model_paths:
+            self.model_paths.append(runtime.target.path)
         self.stats, self.method = None, runtime.method
         # New chats begin with `first_settings`.
         if why := remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings):

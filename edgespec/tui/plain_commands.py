@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any, TypeAlias
 
+from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import StoredChat
 from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.tui.commands import table
@@ -15,6 +16,7 @@ from edgespec.tui.commands.results import (
     Context,
     Copy,
     Generate,
+    Load,
     Nothing,
     Open,
     Problem,
@@ -27,13 +29,18 @@ from edgespec.tui.commands.results import (
 )
 from edgespec.tui.commands.setup import chosen_model
 from edgespec.tui.downloads import Download
+from edgespec.tui.model_choice import (
+    LoadOptions,
+    load_chosen,
+    models_here,
+    options_to_open,
+    references_after,
+)
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.settings import with_load_setting
-from edgespec.tui.texts import rounding_warning, sentences, switched_note
-from edgespec.tui.worker import own_models, references_after
+from edgespec.tui.texts import in_chat, missing_models_text, rounding_warning, sentences, switched_note
 
 __all__ = ["ACTIONS", "run"]
 
@@ -68,6 +75,8 @@ def _context(chat: PlainChat, argument: str) -> Context:
         new_chat=OpenChat(chat.first_system, dict(chat.first_settings)),
         runtime=chat.runtime,
         model_name=chat.models.target,
+        changed_load_options=chat.changed_load_options,
+        model_paths=chat.model_paths,
         model_thread=chat.model_thread,
         method=chat.method,
         stats=chat.stats,
@@ -97,13 +106,13 @@ def _show(chat: PlainChat, result: Result) -> None:
                 chat.save()
                 _print(chat.console.answer, part.in_plain or part.text)
             case Open(chat=StoredChat() as stored):
-                models = own_models(chat.open(stored), chat.runtime.target.name)
-                if models is not None:
-                    _switch_model(chat, models.target, {"draft": models.draft or "auto"})
+                _load_models_of(chat, chat.open(stored))
             case Open(chat=OpenChat() as new):
                 _open_new(chat, new, part.note)
             case Generate():
                 _generate(chat, part)
+            case Load():
+                _switch_model(chat, part.reference, part.changed, is_other=part.is_other)
             case Copy():
                 if not part.text:
                     raise OptionError(
@@ -161,7 +170,7 @@ def _await_race(chat: PlainChat, running: RunningRace) -> None:
     except CancelledError as error:
         chat.console.note(sentences(error.what))
         return
-    chat.console.answer("\n".join([race.chat_headline(), *race.remarks()]))
+    chat.console.answer("\n".join([race.chat_headline(), *map(in_chat, race.remarks())]))
 
 
 def _act(chat: PlainChat, action: Action) -> None:
@@ -227,37 +236,49 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
     return True
 
 
-def _reload(chat: PlainChat, setting: str) -> None:
-    name, _, text = setting.partition(" ")
-    _switch_model(chat, chat.models.target, with_load_setting(chat.changed_load_options, name, text))
+def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
+    """Load the models of a chat that was opened, and tell the user which of them are missing."""
+    target, here = chat.runtime.target.name, models_here(saved.models)
+    if note := missing_models_text(saved, target, here):
+        chat.console.note(note)
+    if here is None:
+        return
+    is_other = saved.target != target
+    options = options_to_open(here, chat.models, chat.changed_load_options, is_other=is_other)
+    if options is not None:
+        _switch_model(chat, here.target, options, is_other=is_other)
 
 
-def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | None = None) -> None:
+def _switch_model(
+    chat: PlainChat, reference: str, changed: Mapping[str, Any] | None = None, *, is_other: bool = True
+) -> None:
     """Load another model. If that fails or the user stops it, reload the old model.
 
     Args:
         chat: The chat.
         reference: A reference to the model.
         changed: Load options that the user has changed, or None when switching to another model.
+        is_other: Whether this is another model. If so, it keeps the options changed before that suit it.
     """
     chat.console.note(f"Loading {reference}.")
     chat.console.interrupted.clear()
     before = chat.runtime.target
-    load = chat.load_other(reference) if changed is None else chat.load_other(reference, changed)
-    job = chat.model_thread.switch(load)
+    options = LoadOptions.of(chat.changed_load_options, changed, is_other=is_other)
+    job = chat.model_thread.switch(load_chosen(chat.load_other, chat.plan_other, reference, options))
     while not wait([job], _WAIT_SECONDS).done:
         if chat.console.interrupted.is_set():
             chat.console.interrupted.clear()
             chat.model_thread.cancel_load()
     switched = job.result()
     if switched.failure is None:
-        chat.models = references_after(chat.first_models, reference, changed)
+        chat.models = references_after(chat.first_models, reference, options)
         chat.current_chat.models = chat.models
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:
-        note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
-        chat.changed_load_options = changed or {}
+        note = switched_note(before, switched.runtime, chat.changed_load_options, options)
+        chat.changed_load_options = options.all
+        chat.is_fallback = chat.is_fallback and not is_other
         chat.remember_models()
         chat.console.answer(note)
         chat.explain_drafting()
@@ -278,7 +299,6 @@ ACTIONS: dict[str, _Do] = {
     "use_model": _use_model,
     "download": _download,
     "switch": _switch_model,
-    "reload": _reload,
     "start_tools": lambda chat, _: chat.tools.start_servers(),
     "stop_tools": lambda chat, _: chat.tools.stop_servers(),
     # The plain chat has no list of chats to update.

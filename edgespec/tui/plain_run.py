@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.chat.store import ChatStore
@@ -20,7 +20,7 @@ from edgespec.tui.ending import ChatEnd, EndWatch, resume_value
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.plain_console import write
 from edgespec.tui.texts import notices, rounding_warning, sentences, sharing_note, welcome_line
-from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
+from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
 
 if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
@@ -36,8 +36,12 @@ def run_plain_chat(
     *,
     models: ModelReferences,
     load_other: LoadOther = load_named,
+    plan_other: PlanModel = plan_named,
+    changed: Mapping[str, Any] | None = None,
+    fallback_note: str = "",
     system: str | None = None,
     settings: Mapping[str, Setting] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
     store: ChatStore | None = None,
     tools: bool = False,
@@ -80,14 +84,19 @@ def run_plain_chat(
                 _loaded(thread),
                 archive,
                 load_other=load_other,
+                plan_other=plan_other,
                 models=models,
+                changed=changed or {},
+                is_fallback=bool(fallback_note),
                 system=system,
                 settings=settings or {},
             )
             # From now on, Ctrl-C stops the reply. Other signals still end the chat.
             signal.signal(signal.SIGINT, chat.console.on_interrupt)
             chat.remember_models()
-            _converse(chat, resume, tools=tools)
+            if fallback_note:
+                chat.console.note(fallback_note)
+            _converse(chat, resume, overrides or {}, tools=tools)
         finally:
             save()
             if not stop():
@@ -104,12 +113,13 @@ def _loaded(thread: ModelThread) -> ChatModel:
     return thread.start().result()
 
 
-def _converse(chat: PlainChat, resume: str | None, *, tools: bool) -> None:
+def _converse(chat: PlainChat, resume: str | None, overrides: Mapping[str, Any], *, tools: bool) -> None:
     """Read messages and commands until the input ends or the user quits.
 
     Args:
         chat: The chat.
         resume: The ID or title of the saved chat to open, `last` for the newest, or None for a new chat.
+        overrides: Settings, or the system prompt, that replace those of the saved chat.
         tools: Whether to start the MCP servers immediately.
     """
     console, runtime = chat.console, chat.runtime
@@ -122,7 +132,7 @@ def _converse(chat: PlainChat, resume: str | None, *, tools: bool) -> None:
         for note in filter(None, (sharing_note(runtime), rounding_warning(runtime))):
             console.note(note)
     if resume is not None:
-        chat.resume(resume)
+        chat.resume(resume, overrides)
     if tools:
         _take(chat, "/tools on")
     while not console.leaving and (text := console.read_message()) is not None:

@@ -60,8 +60,8 @@ class Preferences:
 
     def remember(self, models: ModelReferences, path: Path) -> None:
         """Save the models that the user chose, so that the next chat opens with them."""
-        if (self.target, self.draft) != models:
-            self.target, self.draft = models
+        if (self.target, self.draft) != (models.target, models.draft):
+            self.target, self.draft = models.target, models.draft
             self.write(path)
 
     def write(self, path: Path) -> None:

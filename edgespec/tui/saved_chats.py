@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from edgespec.chat.store import StoredChat
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import UNDO_SECONDS
 from edgespec.tui.commands.chats import MAX_TITLE
+from edgespec.tui.model_choice import models_here, options_to_open
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import RenameScreen
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import not_found_text, sentences
+from edgespec.tui.texts import missing_models_text, not_found_text, sentences
 from edgespec.tui.turns import TurnScreen
-from edgespec.tui.worker import own_models
 
 __all__ = [
     "delete_chat",
@@ -40,7 +42,13 @@ async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
     await screen.when_free(begin)
 
 
-async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = True) -> None:
+async def open_chat(
+    screen: TurnScreen,
+    chat: StoredChat,
+    *,
+    switches: bool = True,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
     """Open a saved chat once the running reply has stopped, and load its own model if another one is loaded.
 
     If the chat is open already, and no other program has changed it, only the input gets the focus. Shows an
@@ -50,6 +58,7 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
         screen: The chat screen.
         chat: The saved chat.
         switches: Whether to load the chat's own model.
+        overrides: Settings, or the system prompt, that replace those of the chat.
     """
 
     async def begin() -> None:
@@ -62,22 +71,29 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
             return
         settings, problems = accepted(saved.sampling)
         opened = unsaved or OpenChat.opened(saved, settings)
+        opened.override(overrides or {})
         await screen.show_chat(opened)
-        note, target = screen.transcript.note, screen.runtime.target.name
+        target, notes = screen.runtime.target.name, []
         if opened.messages and opened.messages[-1].role == "user":
-            await note("Your last message has no reply yet. Type /continue to get one.")
+            notes.append("Your last message has no reply yet. Type /continue to get one.")
         elif opened.unfinished:
-            await note("The last reply is unfinished. Type /continue to finish it.")
-        for problem in problems:
-            await note(sentences("One setting in this chat was ignored", problem))
+            notes.append("The last reply is unfinished. Type /continue to finish it.")
+        notes += [sentences("One setting in this chat was ignored", problem) for problem in problems]
         # If the user has chosen another chat meanwhile, this chat's model is not needed.
         is_switching = switches and not screen.has_more_to_do
-        models = await asyncio.to_thread(own_models, saved, target) if is_switching else None
-        if models is not None:
-            screen.load_model(models.target, {"draft": models.draft or "auto"})
-        elif (other := saved.target) and other != target:
-            switch = f"/model {saved.models.target}".rstrip()
-            await note(f"This chat used {other}, and now uses {target}. Type {switch} to switch.")
+        here = await asyncio.to_thread(models_here, saved.models) if is_switching else None
+        if missing := missing_models_text(saved, target, here):
+            notes.append(missing)
+        options, is_other = None, saved.target != target
+        if here is not None:
+            changed = screen.changed_load_options
+            options = options_to_open(here, screen.models, changed, is_other=is_other)
+        if here is not None and options is not None:
+            # Loading a model shows the chat again, so show the notes afterwards.
+            screen.load_model(here.target, options, is_other=is_other, note=" ".join(notes))
+            return
+        for note in notes:
+            await screen.transcript.note(note)
 
     current = screen.current_chat
     if chat.id == current.id and current.saved_at is not None and chat.updated <= current.saved_at:
@@ -86,8 +102,14 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
     await screen.when_free(begin)
 
 
-async def resume(screen: TurnScreen, wanted: str) -> None:
-    """Open the chat with this ID or title. `last` means the newest chat. Show a note if none is found."""
+async def resume(screen: TurnScreen, wanted: str, overrides: Mapping[str, Any] | None = None) -> None:
+    """Open the chat with this ID or title. `last` means the newest chat. Show a note if none is found.
+
+    Args:
+        screen: The chat screen.
+        wanted: The ID or title.
+        overrides: Settings, or the system prompt, that replace those of the chat.
+    """
     try:
         found = await screen.archive.find(wanted)
     except ChatFileError as error:
@@ -95,7 +117,7 @@ async def resume(screen: TurnScreen, wanted: str) -> None:
         return
     if found is not None:
         # The command line has already chosen the models.
-        await open_chat(screen, found, switches=False)
+        await open_chat(screen, found, switches=False, overrides=overrides)
         return
     await screen.transcript.note(f"{not_found_text(wanted)}. Press F2 for the list of chats.")
 

@@ -22,6 +22,7 @@ from edgespec.tui.commands.results import (
     Context,
     Copy,
     Generate,
+    Load,
     Nothing,
     Open,
     Problem,
@@ -36,6 +37,7 @@ from edgespec.tui.commands.setup import check_load_setting, chosen_model, system
 from edgespec.tui.copying import copy_text
 from edgespec.tui.downloads import Download
 from edgespec.tui.editor import show_message
+from edgespec.tui.model_choice import kept_options
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.saved_chats import open_chat, open_new, restore_chat
 from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen, SystemScreen
@@ -87,6 +89,8 @@ def _context(screen: TurnScreen, argument: str) -> Context:
         new_chat=OpenChat(screen.first_system, dict(screen.first_settings)),
         runtime=screen.runtime,
         model_name=screen.models.target,
+        changed_load_options=screen.changed_load_options,
+        model_paths=screen.model_paths,
         model_thread=screen.model_thread,
         method=screen.method,
         stats=screen.stats,
@@ -122,6 +126,8 @@ async def _show(screen: TurnScreen, result: Result) -> None:
                 await open_new(screen, new, part.note)
             case Generate():
                 await screen.when_free(partial(_generate, screen, part))
+            case Load():
+                screen.load_model(part.reference, part.changed, is_other=part.is_other)
             case Copy():
                 screen.say(await copy_text(screen.app, part.text, part.name))
             case Question():
@@ -200,7 +206,13 @@ async def pick_model(screen: TurnScreen, typed: str = "") -> None:
     """
     model = await screen.app.push_screen_wait(
         ModelsScreen(
-            screen.runtime, screen.plan_model, screen.downloads, is_writing=screen.writing, typed=typed
+            screen.runtime,
+            screen.plan_model,
+            screen.downloads,
+            paths=screen.model_paths,
+            kept=kept_options(screen.changed_load_options),
+            is_writing=screen.writing,
+            typed=typed,
         )
     )
     if model is None:
@@ -270,8 +282,8 @@ async def edit_settings(screen: TurnScreen) -> None:
     if SCHEMA in chat.settings:
         settings[SCHEMA] = chat.settings[SCHEMA]
     try:
-        check_settings(settings, screen.runtime)
-        changed = screen.changed_load_options
+        needed = check_settings(settings, screen.runtime)
+        changed = {**screen.changed_load_options, **needed}
         for name, text in edited.loading.items():
             await in_thread(partial(check_load_setting, name, text))
             changed = with_load_setting(changed, name, text)
@@ -282,7 +294,7 @@ async def edit_settings(screen: TurnScreen) -> None:
         chat.settings = settings
         await screen.transcript.note("The new settings take effect with your next message.")
         await screen.save()
-    if edited.loading:
+    if edited.loading or needed:
         screen.load_model(screen.models.target, changed)
 
 
@@ -314,12 +326,6 @@ async def _theme(screen: TurnScreen, name: str) -> None:
 
 async def _switch(screen: TurnScreen, reference: str) -> None:
     screen.load_model(reference)
-
-
-async def _reload(screen: TurnScreen, setting: str) -> None:
-    name, _, text = setting.partition(" ")
-    changed = with_load_setting(screen.changed_load_options, name, text)
-    screen.load_model(screen.models.target, changed)
 
 
 async def _import(screen: TurnScreen, path: str) -> None:
@@ -359,7 +365,6 @@ ACTIONS: dict[str, _Do] = {
     "use_model": _use_model,
     "download": lambda screen, reference: _start_download(screen, Download(reference)),
     "switch": _switch,
-    "reload": _reload,
     "tools": _show_tools,
     "start_tools": lambda screen, _: _in_background(screen, screen.tool_use.start_servers()),
     "stop_tools": lambda screen, _: screen.tool_use.stop_servers(),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import OptionError
 from edgespec.options.load_options import LOAD_OPTIONS
+from edgespec.options.methods import method, parse_method
 from edgespec.options.option import Option
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import MODEL_OPTIONS
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
 
 __all__ = [
+    "ALL_LOAD_SETTINGS",
     "LOAD_SETTINGS",
     "SCHEMA",
     "SETTINGS",
@@ -54,12 +56,16 @@ SETTINGS = {
     if option.in_chat and option.group == group
 }
 """The reply options that the chat offers, in the order of the settings form."""
-LOAD_SETTINGS: Mapping[str, Option] = {
+ALL_LOAD_SETTINGS: Mapping[str, Option] = {
     name: option
     for name, option in {**MODEL_OPTIONS, **LOAD_OPTIONS}.items()
-    if option.in_chat and name not in REPLY_OPTIONS
+    if name != "target" and name not in REPLY_OPTIONS and not option.api_only
 }
-"""The load options that the chat can change by reloading the model. The settings form shows them last."""
+"""The load options that `/set` can change by reloading the model."""
+LOAD_SETTINGS: Mapping[str, Option] = {
+    name: option for name, option in ALL_LOAD_SETTINGS.items() if option.in_chat
+}
+"""The load options in the settings form, which shows them last."""
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
 SCHEMA = "schema"
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
@@ -103,12 +109,29 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
     return valid, problems
 
 
-def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> None:
-    """Raise OptionError if the loaded models cannot generate replies with these settings."""
+def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> dict[str, Any]:
+    """Check whether replies can be generated with these settings.
+
+    Returns:
+        The load options with which the models must first be loaded again. Empty if that is not necessary.
+
+    Raises:
+        OptionError: The loaded models do not support the settings.
+    """
+    needed: dict[str, Any] = {}
     if "method" in settings:
-        runtime.method_for(str(settings["method"]))
+        wanted = str(settings["method"])
+        try:
+            runtime.method_for(wanted)
+        except OptionError as error:
+            names = [name for name in parse_method(wanted) if not method(name).always_loaded]
+            if error.code != "method_unavailable" or set(names) <= {*runtime.drafters}:
+                raise
+            # The model was loaded without this method, which might be available.
+            needed = {"methods": (wanted,)}
     if SCHEMA in settings:
         runtime.check_options(schema=str(settings[SCHEMA]))
+    return needed
 
 
 def remove_unsupported_method(runtime: ChatModel, *chat_settings: dict[str, Setting]) -> str:
@@ -125,22 +148,25 @@ def remove_unsupported_method(runtime: ChatModel, *chat_settings: dict[str, Sett
 
 
 def load_setting_named(name: str) -> str | None:
-    """Return the `LOAD_SETTINGS` key for an edgespec, Ollama or llama.cpp name, or None if it is unknown."""
+    """Return the load option with this edgespec, Ollama or llama.cpp name, or None if there is none."""
     wanted = name.strip().lower().replace("-", "_")
     wanted = FOREIGN_NAMES.get(wanted, wanted)
-    return wanted if wanted in LOAD_SETTINGS else None
+    return wanted if wanted in ALL_LOAD_SETTINGS else None
 
 
 def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return the changed load options with one more change applied. The text `default` undoes a change.
+    """Return the changed load options with one more change applied.
+
+    The text `default` undoes a change. For an option that is not in the settings form, it chooses the
+    option's own default instead, so that advice such as “omit --parallel” can be followed in the chat.
 
     Raises:
         OptionError: The value is invalid.
     """
     others = {each: value for each, value in changed.items() if each != name}
+    option = ALL_LOAD_SETTINGS[name]
     if text == "default":
-        return others
-    option = LOAD_SETTINGS[name]
+        return others if name in LOAD_SETTINGS else {**others, name: option.default}
     return {**others, name: option.check(name, option.kind.parse(text))}
 
 
@@ -199,10 +225,10 @@ def default_text(name: str, runtime: ChatModel, settings: Mapping[str, Setting])
     fixed = {"seed": "random", "stop": "none", "thinking": "auto", "method": runtime.method.requested}
     if name in fixed:
         return fixed[name]
-    method = settings.get("method")
+    chosen = settings.get("method")
     defaults: dict[str, object]
     try:
-        defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
+        defaults = dict(runtime.reply_defaults(None if chosen is None else str(chosen)))
     except OptionError:
         # The chat's method is unavailable, so show the defaults for the method passed to `load`.
         defaults = dict(runtime.reply_defaults())

@@ -13,13 +13,23 @@ from edgespec.options.default_model import is_demo, why_toy
 from edgespec.options.methods import limit_text, methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
-from edgespec.tui.settings import LOAD_SETTINGS, SCHEMA, SETTINGS, default_source, default_text, shown
+from edgespec.tui.settings import (
+    ALL_LOAD_SETTINGS,
+    LOAD_SETTINGS,
+    SCHEMA,
+    SETTINGS,
+    default_source,
+    default_text,
+    load_setting_text,
+    shown,
+)
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
     from edgespec.api.sharing.base import ChatModel
-    from edgespec.chat.saved_chat import Setting
+    from edgespec.chat.saved_chat import ModelReferences, SavedChat, Setting
     from edgespec.store.installed import InstalledModel
+    from edgespec.tui.model_choice import LoadOptions
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
@@ -35,6 +45,8 @@ __all__ = [
     "limits_speed",
     "loaded_value",
     "memory_rows",
+    "missing_draft_text",
+    "missing_models_text",
     "not_found_text",
     "notices",
     "reason_text",
@@ -78,6 +90,8 @@ _NOTICE_SEPARATOR = " · "
 _AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
 _NO_IMAGES = "images are off to save memory; a smaller /context or a higher /set memory can turn them on"
 _OTHER_MODEL = "type /model to choose another model"
+_LOAD_NAMES = "|".join(name.replace("_", "-") for name in ALL_LOAD_SETTINGS)
+_EXACT_RACE = "After /set exactness bits, rounding no longer causes differences"
 # Patterns that match command-line advice, each with the advice to show in the chat instead.
 _IN_CHAT = tuple(
     (re.compile(pattern), words)
@@ -95,8 +109,31 @@ _IN_CHAT = tuple(
         (r"continue plain text with `edgespec generate --raw` or /v1/completions", _OTHER_MODEL),
         (r"use `edgespec generate --raw` or another model", _OTHER_MODEL),
         (r", or use `edgespec generate --raw`", ""),
-        (r"put its mmproj file into its folder, or use --mmproj", "put its mmproj file into its folder"),
+        (
+            r"put its mmproj file into its folder, or use --mmproj",
+            "put its mmproj file into its folder and type /set mmproj auto, or type /set mmproj and its path",
+        ),
         (r"download it with `edgespec models pull ([^`]+)`", r"type /model \1 to download it"),
+        (r"choose a model from `edgespec models list`", "type /model to choose one"),
+        (
+            r"pass it with --head, for example --target (\S+) --head (\S+)",
+            r"to use it, type /model \1, then /set head \2",
+        ),
+        (r"`edgespec chat --trust` skips", "/set trust on skips"),
+        (r"`edgespec config` shows all settings", "/show lists the settings"),
+        (
+            r"load the model with --method (\S+) and no --parallel",
+            r"type /set parallel 1, then /set method \1",
+        ),
+        (
+            r"load the model with --method (\S+) \(in Python, [^)]*\)",
+            r"type /set method \1, which loads the model again",
+        ),
+        (r"to use them, pass them as options, such as --system", "to use them, type /system or /set"),
+        (rf"(?:omit|load (?:the model|it) without) `?--({_LOAD_NAMES})(?![\w-])`?", r"type /set \1 default"),
+        (r"--exact(?![\w-])", "/set exactness bits"),
+        (r"To find out whether only rounding caused this, run `edgespec verify [^`]*`", _EXACT_RACE),
+        (r"(?:^|\b)run `(edgespec (?:prepare|doctor|delete-data|worker))", r"in another terminal, run `\1"),
     )
 )
 _AFTER_LOSS = (
@@ -138,8 +175,14 @@ def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str
     return ([("Draft model", draft)] if draft else []) + [("Head", head) for head in heads]
 
 
-def loaded_value(name: str, runtime: ChatModel) -> str:
-    """Return the loaded model's value of a load option (see `LOAD_SETTINGS`) as text."""
+def loaded_value(name: str, runtime: ChatModel, changed: Mapping[str, Any]) -> str:
+    """Return the loaded model's value of a load option (see `ALL_LOAD_SETTINGS`) as text.
+
+    Args:
+        name: The name of the option.
+        runtime: The loaded models.
+        changed: The load options that were changed in the chat.
+    """
     plan = runtime.plan
     values = {
         "draft": runtime.draft.name if runtime.draft is not None else "none",
@@ -149,8 +192,9 @@ def loaded_value(name: str, runtime: ChatModel) -> str:
         "experts": str(plan.experts.layers_in_memory) if plan and plan.experts else "auto",
         "kv_type": plan.kv_type if plan else "auto",
         "memory": format_bytes(plan.budget.total_bytes) if plan else "available memory",
+        "mmproj": "on" if runtime.target.sees_images else "off",
     }
-    return values[name]
+    return values.get(name) or load_setting_text(name, changed) or "not changed in this chat"
 
 
 def reason_text(method: MethodReport) -> str:
@@ -333,7 +377,7 @@ def switched_note(
     before: ModelFacts,
     runtime: ChatModel,
     options_before: Mapping[str, Any],
-    changed: Mapping[str, Any] | None,
+    options: LoadOptions,
 ) -> str:
     """Return a note about a new model or changed load options, followed by the model's new notices.
 
@@ -341,14 +385,21 @@ def switched_note(
         before: The model that was loaded before.
         runtime: The loaded models.
         options_before: The load options that the user had changed in the chat before.
-        changed: Load options that the user has changed, or None when switching to another model.
+        options: The load options of the loaded model.
     """
     target, values = runtime.target, []
-    if changed is not None and target.path == before.path:
-        names = [name for name in LOAD_SETTINGS if changed.get(name) != options_before.get(name)]
-        values = [f"{name} is now {loaded_value(name, runtime)}" for name in names]
+    if options.changed is not None and target.path == before.path:
+        changed = options.all
+        names = [name for name in ALL_LOAD_SETTINGS if changed.get(name) != options_before.get(name)]
+        values = [f"{name} is now {loaded_value(name, runtime, changed)}" for name in names]
+        loaded = changed.get("methods", ())
+        if loaded and loaded != options_before.get("methods"):
+            values.append(f"the method {' and '.join(loaded)} is loaded")
+    values = values or [f"This chat now uses {target.name}"]
+    if dropped := options.dropped:
+        values.append(f"for this model, {' and '.join(dropped)} went back to the default")
     new = [text for text in _notices(target) if text not in _notices(before)]
-    return sentences(*(values or [f"This chat now uses {target.name}"]), *new)
+    return sentences(*values, *new)
 
 
 def sharing_note(runtime: ChatModel) -> str:
@@ -553,6 +604,30 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
     return [*rows, *(("to save memory", f"{each.what}: {each.why}") for each in plan.decisions)]
 
 
+def missing_models_text(saved: SavedChat, target: str, here: ModelReferences | None) -> str:
+    """Return a note on the models of a saved chat that are not used, or an empty string if there are none.
+
+    Args:
+        saved: The chat.
+        target: The name of the model that the chat now uses.
+        here: The references to the chat's models that are on this machine, or None if its target is not.
+    """
+    if here is None and saved.target and saved.target != target:
+        switch = f"/model {saved.models.target}".rstrip()
+        return f"This chat used {saved.target}, and now uses {target}. Type {switch} to switch."
+    if here is not None and here.draft != saved.models.draft:
+        return missing_draft_text(saved.models.draft)
+    return ""
+
+
+def missing_draft_text(reference: str) -> str:
+    """Return a note that a draft model is not on this machine."""
+    return (
+        f"The draft model {reference} was not found, so edgespec has chosen one itself. To choose another,"
+        " type /draft and its name."
+    )
+
+
 def not_found_text(wanted: str) -> str:
     """Return a note that a chat to resume was not found. `wanted` is its ID, its title or `last`."""
     missing = "There are no saved chats yet" if wanted == "last" else f"There is no saved chat {wanted!r}"
@@ -586,9 +661,9 @@ def _with_commands(text: str) -> str:
 
 def _chat_command(option: re.Match[str]) -> str:
     name = option[1].replace("-", "_")
-    if name in ("draft", "context"):
+    if name in ("draft", "context", "system"):
         return f"/{name}"
-    return f"/set {name}" if name in SETTINGS or name in LOAD_SETTINGS else option[0]
+    return f"/set {name}" if name in SETTINGS or name in ALL_LOAD_SETTINGS else option[0]
 
 
 def _starts_with_word(text: str) -> bool:

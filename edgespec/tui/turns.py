@@ -89,6 +89,8 @@ class TurnScreen(ChatView):
     async def use_runtime(self, runtime: ChatModel) -> None:
         """Continue the current chat with another model. Remove settings that the model does not support."""
         self.runtime = runtime
+        if runtime.target.path not in self.model_paths:
+            self.model_paths.append(runtime.target.path)
         # Finding the models on this machine reads other programs' folders, which can be slow.
         self._notices = await in_thread(partial(notices, runtime))
         self.chips.use_runtime(runtime)
@@ -99,18 +101,22 @@ class TurnScreen(ChatView):
             await self.transcript.note(sentences("The setting method was removed", why_removed))
         await self.save()
 
-    def load_model(self, reference: str, changed: Mapping[str, Any] | None = None) -> None:
+    def load_model(
+        self,
+        reference: str,
+        changed: Mapping[str, Any] | None = None,
+        *,
+        is_other: bool = False,
+        note: str = "",
+    ) -> None:
         """Ask the app to load a model on this machine. Messages wait until it is loaded.
 
-        Args:
-            reference: A reference to the model.
-            changed: Load options that the user has changed in the chat, or None when switching to another
-                model.
+        See `ModelChosen` for the arguments.
         """
         if self._leaving:
             return
         self.holds_waiting = True
-        self.post_message(self.ModelChosen(reference, changed))
+        self.post_message(self.ModelChosen(reference, changed, is_other or changed is None, note))
 
     async def _show_current_chat(self) -> None:
         chat = self.current_chat
@@ -238,8 +244,8 @@ class TurnScreen(ChatView):
             self.archive.check_size(chat, turn)
         except OptionError as error:
             await transcript.note(sentences(error.what, error.next_step))
-            self._give_back_text(turn)
-            self.post_message(self.Free())
+            if not self._give_back_text(turn) and turn.sent and turn.edited is None:
+                self.waiting.add(turn.sent)
             return
         chat.begin_turn(turn, self.models)
         self._stopped = self._failure_shown = False
@@ -282,11 +288,13 @@ class TurnScreen(ChatView):
             await self._report_save()
         if ended and job is not None and job is self._job:
             self._reply = None
-            await self._end_job(job, reply)
+            is_failed = await self._end_job(job, reply)
             await self._act_after_reply()
             if self._job is job:
                 self._job = None
-            if not self.writing:
+            # After an error, waiting messages wait until the user presses Enter. Sending the next one at once
+            # would remove the error from the screen.
+            if not (self.writing or is_failed):
                 self.post_message(self.Free())
         self._ticks += 1
         self.refresh_facts(details=ended or self._ticks % _TICKS_PER_DETAILS == 0)
@@ -301,7 +309,8 @@ class TurnScreen(ChatView):
         else:
             reply.show_preparing(*self._thread.preparing)
 
-    async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> None:
+    async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> bool:
+        """Show the result of a job in the model thread. Return whether it failed."""
         failure = None
         if self._said_while_writing:
             self._said_while_writing = False
@@ -316,6 +325,7 @@ class TurnScreen(ChatView):
         self.transcript.set_dropped(self._state.dropped_messages)
         if failure is not None:
             await self.show_error(failure)
+        return failure is not None
 
     async def use_reloaded_model(self) -> None:
         """Use the reloaded model if a worker or the program that shared the model was lost."""
@@ -423,13 +433,15 @@ class TurnScreen(ChatView):
 
     @property
     def unsent_texts(self) -> list[str]:
-        """The messages that wait, the text in the input, and the draft that an edit has replaced there."""
-        draft, text = [], self.prompt.whole_text
+        """The messages that wait, the text in the input, and the drafts that it has replaced there."""
+        drafts, text = [self.history.draft], self.prompt.whole_text
+        if text == self.history.shown:
+            text = ""  # The user has not changed the earlier message.
         if self.editing is not None:
-            draft = [self._unsent]
+            drafts.append(self._unsent)
             if text == self.current_chat.tree.messages[self.editing].content:
                 text = ""  # The user has not changed the message.
-        return [*self.texts_being_read, *self.waiting.texts, *draft, text]
+        return [*self.texts_being_read, *self.waiting.texts, *drafts, text]
 
     def leave_edit(self) -> None:
         """Stop editing a message and restore the previous input text."""
@@ -441,7 +453,7 @@ class TurnScreen(ChatView):
     def begin_edit(self, place: int) -> None:
         """Copy a message into the input for editing."""
         if self.editing is None:
-            self._unsent = self.prompt.text
+            self._unsent = self.prompt.whole_text
         self.editing = place
         self.prompt.replace_text(self.current_chat.tree.messages[place].content)
         self.prompt.focus()

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from edgespec.chat.saved_chat import ModelReferences, SavedChat
-from edgespec.errors import CancelledError, EdgespecError, WorkerLostError
+from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
@@ -29,15 +28,15 @@ __all__ = [
     "PlanModel",
     "Switched",
     "load_named",
-    "own_models",
     "plan_named",
-    "references_after",
 ]
 
 Load = Callable[["Progress"], "ChatModel"]
-# Takes a reference to a model and, optionally, the load options that the user has changed in the chat.
+# Takes a reference to a model and, optionally, the load options that the user has changed in the chat (None
+# when switching to another model) and those that another model keeps.
 LoadOther = Callable[..., Load]
-PlanModel = Callable[[str, "int | None"], "Preview"]
+# Takes a reference to a model and the load options to plan it with.
+PlanModel = Callable[[str, "Mapping[str, Any]"], "Preview"]
 _T = TypeVar("_T")
 _WAITING = "waiting for another chat to finish"
 
@@ -46,53 +45,24 @@ def _ignore(_description: str, _fraction: float) -> None:
     """Ignore a progress report."""
 
 
-def references_after(
-    first: ModelReferences, reference: str, changed: Mapping[str, Any] | None
-) -> ModelReferences:
-    """Return the references to a chat's models after it has loaded a model.
-
-    Args:
-        first: The references that the program was started with.
-        reference: The reference to the loaded model.
-        changed: Load options that the user has changed, or None when switching to another model.
-    """
-    if changed is None:
-        return ModelReferences(reference)
-    default = first.draft if reference == first.target else ""
-    return ModelReferences(reference, str(changed.get("draft", default)))
-
-
-def own_models(saved: SavedChat, target_name: str) -> ModelReferences | None:
-    """Return a saved chat's models, or None if they are unknown, not on this machine, or already loaded."""
-    if not saved.models.target or saved.target == target_name:
-        return None
-    from edgespec.store.reference import resolve
-
-    try:
-        for reference in saved.models:
-            if reference not in ("", "auto", "none"):
-                resolve(reference, allow_download=False)
-    except EdgespecError:
-        return None
-    return saved.models
-
-
-def load_named(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
-    """Return a function that loads a model with the default options, except for those in `changed`."""
+def load_named(
+    reference: str, changed: Mapping[str, Any] | None = None, kept: Mapping[str, Any] | None = None
+) -> Load:
+    """Return a function that loads a model with the default options, except for those in the mappings."""
 
     def load(progress: Progress) -> ChatModel:
         import edgespec
 
-        return edgespec.load(reference, **(changed or {}), progress=progress)
+        return edgespec.load(reference, **{**(kept or {}), **(changed or {})}, progress=progress)
 
     return load
 
 
-def plan_named(reference: str, memory_bytes: int | None) -> Preview:
-    """Plan a model with the default options and at most this much memory."""
+def plan_named(reference: str, options: Mapping[str, Any]) -> Preview:
+    """Plan a model with the default options, except for those in `options`."""
     import edgespec
 
-    return edgespec.plan(reference, memory=memory_bytes)
+    return edgespec.plan(reference, **options)
 
 
 @dataclass(frozen=True, slots=True)

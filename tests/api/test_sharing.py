@@ -191,6 +191,7 @@ def test_every_error_can_be_sent() -> None:
         ({"parallel": 2}, False),
         ({"draft": "none"}, False),
         ({"context": 2048}, False),
+        ({"methods": ("lookahead",)}, False),
         ({"exactness": "bits"}, False),
         ({"target": "demo-draft"}, False),
     ],

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat, title_of
+from edgespec.chat.message import AttachedFile, Message
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat, Setting, title_of
 from edgespec.chat.store import ChatStore, _entry
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
+from edgespec.model.image import Image
+from tests.backends.tiny_vision import picture, png_bytes
 from tests.raising import raises
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
@@ -54,6 +56,52 @@ def test_a_saved_chat_comes_back_whole(store: ChatStore) -> None:
     )
     store.save(saved)
     assert store.load("one") == saved
+
+
+def test_images_are_read_only_when_a_chat_is_opened(
+    store: ChatStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photo = AttachedFile("photo.png", "", 3, Image.read(png_bytes(picture(4, 4)), "photo.png"))
+    messages = (Message("user", "What is this?", files=(photo,)), Message("assistant", "A photo."))
+    read: list[str] = []
+    from_base64 = Image.from_base64
+
+    def counted(text: str, name: str = "") -> Image:
+        read.append(name)
+        return from_base64(text, name)
+
+    monkeypatch.setattr(Image, "from_base64", counted)
+    saved = store.save_after(chat(messages=messages), None)
+    for minute in range(1, 4):
+        changed = replace(saved, updated=NOON + timedelta(minutes=minute))
+        saved = store.save_after(changed, saved.updated)
+    # Another program has not read the file before, and changes it too.
+    other = ChatStore(store.folder)
+    (found,) = other.list()
+    assert found.text == "What is this?\nphoto.png\n\nA photo."
+    theirs = other.save_after(replace(saved, title="Theirs", updated=NOON), saved.updated)
+    assert not read
+    assert theirs.id == "one"
+    assert store.save_after(replace(saved, title="Mine"), saved.updated).id != "one"
+    assert store.load("one").messages == messages
+    assert read == ["photo.png"]
+
+
+def test_load_options_come_back(store: ChatStore) -> None:
+    options: dict[str, Setting] = {"context": 768, "kv_type": "q8_0", "experts": "cpu"}
+    saved = replace(chat(), models=ModelReferences("demo", "none", options))
+    store.save(saved)
+    assert store.load("one").models == saved.models
+
+
+@pytest.mark.parametrize("options", [[], {"context": None}, {"context": {}}])
+def test_damaged_load_options_are_reported(store: ChatStore, options: object) -> None:
+    path = store.save(replace(chat(), models=ModelReferences("demo")))
+    data = json.loads(path.read_text())
+    data["models"]["options"] = options
+    path.write_text(json.dumps(data))
+    with raises(ChatFileError, code="chat_file_damaged"):
+        store.load("one")
 
 
 def test_the_file_is_versioned_json_for_its_owner_only(store: ChatStore) -> None:

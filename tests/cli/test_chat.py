@@ -14,7 +14,7 @@ import edgespec.tui.plain_run
 from edgespec.api.sharing import client
 from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import NO_MODELS, MessageTree, ModelReferences, SavedChat
+from edgespec.chat.saved_chat import NO_MODELS, MessageTree, ModelReferences, SavedChat, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.cli import chat
 from edgespec.errors import EdgespecError, ModelFileError
@@ -60,12 +60,15 @@ def test_terminal_that_cannot_draw_gets_the_plain_chat(
     result = run("chat", "--target", "8b-q4")
     assert result.exit_code == 0, result.output
     assert opened.load is None
-    assert plain.options.pop("load_other")
-    assert plain.options.pop("sharing")
+    for name in ("load_other", "plan_other", "sharing"):
+        assert plain.options.pop(name)
     asked: dict[str, Any] = {
         "models": ModelReferences("8b-q4", "auto"),
+        "changed": {},
+        "fallback_note": "",
         "system": None,
         "settings": {},
+        "overrides": {},
         "resume": None,
         "tools": False,
     }
@@ -107,8 +110,11 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
         assert opened.options.pop(name)
     assert opened.options == {
         "models": ModelReferences("demo", "auto"),
+        "changed": {},
+        "fallback_note": "",
         "system": None,
         "settings": {},
+        "overrides": {},
         "resume": None,
         "light": None,
         "mouse": True,
@@ -204,6 +210,36 @@ class TestRememberedModels:
             self._remember(store, gone)
             run("chat")
             assert opened.options["models"].target == "demo"
+            assert gone in opened.options["fallback_note"]
+
+    def test_a_model_is_opened_without_a_draft_model_that_is_gone(
+        self, run: Run, opened: Opened, store: ChatStore
+    ) -> None:
+        self._remember(store, "demo-draft", "/no/such/draft.gguf")
+        run("chat")
+        assert opened.options["models"] == ModelReferences("demo-draft", "auto")
+        assert "/no/such/draft.gguf" in opened.options["fallback_note"]
+        run("chat", "--draft", "none")
+        assert opened.options["models"] == ModelReferences("demo-draft", "none")
+        assert not opened.options["fallback_note"]
+
+    def test_a_saved_chat_opens_with_its_load_options(
+        self, run: Run, opened: Opened, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loaded: dict[str, Any] = {}
+        monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
+        monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
+        monkeypatch.setattr(client, "find_shared", lambda *_: None)
+        now = datetime.now(UTC)
+        options: dict[str, Setting] = {"context": 768, "kv_type": "f16", "memory": "much", "unknown": 1}
+        models = ModelReferences("demo", "none", options)
+        messages = MessageTree.linear([Message("user", "Hello")])
+        store.save(SavedChat("2026-a", messages, now, now, title="one", target="demo", models=models))
+        run("chat", "--resume", "one", "--kv-type", "f32")
+        assert opened.options["changed"] == {"context": 768}
+        assert opened.options["models"] == ModelReferences("demo", "none", {"context": 768})
+        opened.load(lambda *_: True)
+        assert (loaded["draft"], loaded["context"], loaded["kv_type"]) == ("none", 768, "f32")
 
     def test_a_damaged_model_does_not_lock_the_user_out(
         self, run: Run, opened: Opened, store: ChatStore, tmp_path: Path
@@ -239,6 +275,41 @@ class TestRememberedModels:
         assert opened.options["models"].target == "demo"
         run("chat", "--resume", "missing")
         assert opened.options["models"].target == "demo"
+
+
+def test_settings_named_on_the_command_line_replace_those_of_a_resumed_chat(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_TOP_K", "7")
+    run("chat", "--resume", "--temperature", "0", "--system", "Be brief.")
+    assert opened.options["overrides"] == {"temperature": 0.0, "system": "Be brief."}
+    assert opened.options["settings"] == {"temperature": 0.0, "top_k": 7}
+
+
+def test_a_folder_with_the_name_of_a_model_does_not_replace_it(
+    run: Run, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "auto", "own.gguf"):
+        (tmp_path / name).mkdir()
+    run("chat", "demo")
+    assert opened.options["models"] == ModelReferences("demo", "auto")
+    run("chat", "./own.gguf")
+    assert opened.options["models"].target == str(tmp_path / "own.gguf")
+
+
+def test_options_kept_from_another_model_go_to_load_and_plan(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
+    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
+    monkeypatch.setattr(client, "find_shared", lambda *_: None)
+    run("chat", "--target", "demo", "--context", "512", "--head", "none")
+    opened.options["load_other"]("demo-draft", None, {"context": 768})(lambda *_: True)
+    assert (loaded["target"], loaded["context"]) == ("demo-draft", 768)
+    assert "head" not in loaded
+    assert opened.options["plan_other"]("demo-draft", {"context": 768}).plan.context_tokens == 768
 
 
 def test_quitting_prints_how_to_continue_the_chat(

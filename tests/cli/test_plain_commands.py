@@ -272,8 +272,9 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert "There is no model named nope." in err
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "more models that fit in memory. To see them, run edgespec models list." in listed
+    listed, _, to_download = listed.partition("Models to download that fit in memory: ")
     assert "smollm2" not in listed
+    assert to_download.endswith(").\n")
     assert len(saved(tmp_path)[0]["messages"]) == 4
 
 
@@ -285,11 +286,29 @@ def test_a_chat_that_is_opened_loads_its_own_model(chat: Chat, tmp_path: Path) -
     assert out.endswith("This chat now uses demo-draft.\n")
 
 
-def test_a_model_opened_by_path_is_listed(chat: Chat, tmp_path: Path) -> None:
+def test_a_chat_whose_model_is_missing_says_so(chat: Chat, tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    tree = MessageTree.linear([Message("user", "Question"), Message("assistant", "Answer")])
+    store = ChatStore(tmp_path / "chats")
+    models = ModelReferences("/no/such/model.gguf")
+    store.save(SavedChat("one", tree, now, now, target="large", title="one", models=models))
+    for lines, options in ((["/load one"], {}), ([], {"resume": "one"})):
+        _, err = chat.typed(lines, **options)
+        assert "This chat used large, and now uses demo." in err
+    models = ModelReferences("demo", "/no/such/draft.gguf")
+    store.save(SavedChat("two", tree, now, now, target="demo", title="two", models=models))
+    _, err = chat.typed(["/load two"])
+    assert "The draft model /no/such/draft.gguf was not found" in err
+
+
+def test_a_model_opened_by_path_stays_listed(chat: Chat, tmp_path: Path) -> None:
     path = write_llama(tmp_path / "own.gguf")
     chat.runtime.target = replace(chat.runtime.target, path=str(path))
-    out, _ = chat.typed(["/model"])
-    assert f"{path}: in use, " in out
+    out, _ = chat.typed(["/model", "/model demo-draft", "/model"])
+    before, _, after = out.partition("This chat now uses demo-draft.")
+    assert f"{path}: in use, " in before
+    assert f"{path}: " in after
+    assert f"{path}: in use" not in after
 
 
 def test_the_mark_of_a_stopped_reply_survives_a_restart(chat: Chat, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from textual import events
 from textual.content import Content
@@ -145,8 +146,9 @@ async def driving(
     load_other: LoadOther = load_named,
     sharing: ChatSharing | None = None,
     wait: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Driver]:
-    """Run the app without a terminal."""
+    """Run the app without a terminal. `options` are further arguments of `ChatApp`."""
     app = ChatApp(
         load,
         load_other=load_other,
@@ -157,6 +159,7 @@ async def driving(
         store=ChatStore(folder / "chats"),
         light=light,
         sharing=sharing,
+        **options,
     )
     async with app.run_test(size=size, notifications=True) as pilot:
         driver = Driver(app, pilot)

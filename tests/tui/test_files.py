@@ -15,7 +15,7 @@ import pytest
 from textual import events
 
 import edgespec
-from edgespec.chat.message import as_message
+from edgespec.chat.message import AttachedFile, as_message
 from edgespec.tui.input_syntax import (
     dropped_paths,
     find_references,
@@ -233,6 +233,37 @@ async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:
         await d.settled()
         names = [file.name for file in d.chat.current_chat.messages[0].files]
         assert names == ["src/deep/shapes.py", "src/main.py"]
+
+
+async def test_an_edited_message_of_a_saved_chat_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.send('compare @src/main.py and @"my notes.txt"')
+        await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 2, "the reply")
+        files = d.chat.current_chat.messages[0].files
+        assert len(files) == 2
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "src").mkdir(parents=True)
+    (elsewhere / "src" / "main.py").write_text("another file")
+    (elsewhere / "new.txt").write_text("new")
+    monkeypatch.chdir(elsewhere)
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as d:
+        await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 2, "the chat")
+
+        async def edited(text: str) -> tuple[AttachedFile, ...]:
+            await d.press("ctrl+p")
+            d.chat.prompt.replace_text(text)
+            await d.press("enter")
+            await until(d.pilot, lambda: d.chat.current_chat.messages[0].content == text, "the message")
+            await d.settled()
+            return d.chat.current_chat.messages[0].files
+
+        assert await edited('explain @src/main.py and @"my notes.txt"') == files
+        assert "No file matches" not in d.transcript()
+        more = await edited('explain @src/main.py, @"my notes.txt" and @new.txt')
+        assert [file.text for file in more] == [*(file.text for file in files), "new"]
+        assert await edited("explain @src/main.py") == files[:1]
 
 
 async def test_dropped_files_become_references(tmp_path: Path, demo: Load) -> None:

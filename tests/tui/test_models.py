@@ -17,6 +17,7 @@ import edgespec
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
+from edgespec.errors import ModelFileError
 from edgespec.store import download
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
@@ -304,6 +305,22 @@ async def test_a_model_opened_by_path_is_listed_and_has_the_cursor(tmp_path: Pat
         await d.settled()
         await open_list(d)
         assert highlighted(d) == "demo-mlx"
+        assert "my own model.gguf" in "\n".join(d.screen_text())
+
+
+async def test_the_plan_uses_the_options_that_another_model_keeps(tmp_path: Path) -> None:
+    planned: list[tuple[str, dict[str, Any]]] = []
+
+    def plan(reference: str, options: Mapping[str, Any]) -> edgespec.Preview:
+        planned.append((reference, {**options}))
+        raise ModelFileError("it is damaged", "download it again")
+
+    changed = {"context": 512, "draft": "demo-draft"}
+    async with driving(loading(ScriptedRuntime()), tmp_path, plan_other=plan, changed=changed) as d:
+        await open_list(d)
+        await d.press("down")
+        await until(d.pilot, lambda: bool(planned), "the plan")
+        assert planned == [(highlighted(d), {"context": 512})]
 
 
 async def test_a_model_becomes_the_default_for_new_chats_and_again_not(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from textual.widgets import Input
 
 import edgespec
 from edgespec.chat.saved_chat import ModelReferences
+from edgespec.errors import OptionError
 from edgespec.tui.worker import Load
+from tests.raising import raises
 from tests.tui.driving import driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
 
@@ -36,7 +38,7 @@ async def test_the_chat_goes_on_with_the_changed_options(tmp_path: Path) -> None
         await until(d.pilot, lambda: d.chat.runtime.draft is not None)
         await d.settled()
         assert d.chat.runtime.context_tokens == 768
-        assert d.chat.models == ModelReferences("demo", "demo-draft")
+        assert d.chat.models == ModelReferences("demo", "demo-draft", {"context": 768})
         await d.send("/set context default")
         await until(d.pilot, lambda: d.chat.runtime.context_tokens == 512)
         await d.settled()
@@ -159,6 +161,42 @@ async def test_messages_after_a_changed_option_wait_for_the_model(tmp_path: Path
         await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 2, "the reply", seconds=30)
         await d.settled()
         assert d.chat.runtime.context_tokens == 768
+
+
+async def test_a_method_that_was_not_loaded_loads_the_model_again(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        with raises(OptionError, code="method_unavailable"):
+            d.chat.runtime.method_for("lookahead")
+        await d.send("/set method lookahead")
+        await d.said("The method lookahead is loaded.")
+        await d.settled()
+        assert d.chat.current_chat.settings == {"method": "lookahead"}
+        await d.say(ASK)
+        (reply,) = (entry.reply for entry in d.chat.current_chat.entries if entry.reply)
+        assert reply.method.effective == "lookahead"
+
+
+async def test_options_outside_the_settings_form_can_be_changed_too(tmp_path: Path) -> None:
+    loads: list[Mapping[str, Any]] = []
+
+    def load_other(_reference: str, changed: Mapping[str, Any]) -> Load:
+        loads.append(changed)
+        return loading(ScriptedRuntime())
+
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
+        for typed, shown in (
+            ("/set mmproj auto", "mmproj is now off."),
+            ("/set flash-attention off", "flash_attention is now off."),
+            ("/set parallel default", "Parallel is now 1."),
+        ):
+            await d.send(typed)
+            await d.said(shown)
+            await d.settled()
+        assert loads[-1] == {"mmproj": "auto", "flash_attention": "off", "parallel": 1}
+        await d.send("/set flash_attention")
+        await d.said("flash_attention: off.")
+        await d.send("/set threads")
+        await d.said("not changed in this chat")
 
 
 async def test_draft_and_head_without_a_value_list_the_choices(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ async def test_the_chat_chosen_last_keeps_its_model(tmp_path: Path) -> None:
     store = ChatStore(tmp_path / "chats")
     messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
     for name in ("demo-draft", "demo"):
-        models = ModelReferences(name, "none")
+        models = ModelReferences(name)
         store.save(SavedChat(name, messages, NOON, NOON, target=name, title=name, models=models))
     stored = {chat.id: chat for chat in store.list()}
     old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
@@ -205,7 +205,7 @@ async def test_the_chat_chosen_last_keeps_its_model(tmp_path: Path) -> None:
         await d.settled()
         assert not d.chat.holds_waiting
         assert d.chat.runtime.target.name == old.target.name
-    assert store.load("demo").models == ModelReferences("demo", "none")
+    assert store.load("demo").models == ModelReferences("demo")
 
 
 async def test_what_is_sent_before_the_loading_screen_waits_for_the_model(tmp_path: Path) -> None:
@@ -274,6 +274,22 @@ async def test_messages_that_wait_for_a_model_that_is_not_loaded_are_not_sent(tm
         assert len(old.asked) == 1
         assert d.chat.prompt.text.strip() == "second"
         assert not d.chat.waiting.texts
+
+
+async def test_a_relative_path_is_saved_so_that_it_is_valid_in_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.gguf").write_bytes(b"GGUF")
+    (tmp_path / "demo-draft").mkdir()
+    new = ScriptedRuntime(target=facts("other"))
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=lambda *_: loading(new)) as d:
+        d.chat.load_model("./own.gguf")
+        await until(d.pilot, lambda: d.chat.models.target == str(tmp_path / "own.gguf"))
+        await d.settled()
+        d.chat.load_model("demo-draft")
+        await until(d.pilot, lambda: d.chat.models.target == "demo-draft")
+        await d.settled()
 
 
 async def test_a_chosen_model_is_saved_with_the_chat(tmp_path: Path) -> None:

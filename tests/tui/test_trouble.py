@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,43 @@ async def test_a_pasted_text_that_is_too_long_is_refused_while_loading_too(tmp_p
         gate.set()
         await d.settled()
         assert d.chat.prompt.text == ""
+
+
+def contains(screen: LoadingScreen, text: str) -> bool:
+    return text in screen.typed
+
+
+async def test_files_and_long_texts_are_added_while_loading_as_in_the_input(tmp_path: Path) -> None:
+    gate, pasted = threading.Event(), "word " * 300
+    (tmp_path / "my notes.txt").write_text("notes")
+    runtime = ScriptedRuntime()
+
+    def load(_progress: Progress) -> Runtime:
+        gate.wait(60)
+        return as_runtime(runtime)
+
+    async with driving(load, tmp_path, wait=False) as d:
+        await until(d.pilot, lambda: isinstance(d.app.screen, LoadingScreen))
+        screen = d.app.screen
+        assert isinstance(screen, LoadingScreen)
+        for text, shown in ((pasted, "[Pasted text 1: 1 line"), (str(tmp_path / "my notes.txt"), '@"')):
+            d.app.post_message(events.Paste(text))
+            await until(d.pilot, partial(contains, screen, shown), shown)
+        await d.press("enter")
+        assert screen.waiting.texts == [f'{pasted} @"{tmp_path / "my notes.txt"}" ']
+        await d.press("up", "backspace")
+        assert screen.typed.startswith("[Pasted text 1")
+        screen.typed = ""
+        d.app.post_message(events.Paste(pasted))
+        await until(d.pilot, lambda: bool(screen.typed), "the label")
+        await d.press("backspace")
+        assert screen.typed == ""
+        d.app.post_message(events.Paste(pasted))
+        await until(d.pilot, lambda: bool(screen.typed), "the label")
+        gate.set()
+        await d.settled()
+        assert d.chat.prompt.text.startswith("[Pasted text ")
+        assert d.chat.prompt.whole_text == pasted
 
 
 @pytest.mark.parametrize("key", first(["ctrl+c", "escape", "ctrl+q"]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
 
 from edgespec.chat.prompt_history import PromptHistory
@@ -18,6 +19,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.attachments import Attachment
+from edgespec.tui.downloads import Download
 from edgespec.tui.widgets.messages import Panel
 from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
@@ -126,6 +128,66 @@ def test_text_that_was_not_sent_is_in_the_history_of_the_next_chat(
     prompts = PromptHistory(tmp_path).read()
     assert "half a thought" in prompts
     assert ("first, edited" in prompts) == (how == "an edit")
+
+
+@pytest.mark.parametrize("how", ["an edit", "an earlier message", "another chat", "a closed terminal"])
+def test_a_draft_that_is_no_longer_in_the_input_is_in_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    pasted = "\n".join(f"line {number}" for number in range(20))
+
+    async def use(d: Driver) -> None:
+        await d.say("first")
+        await d.say("/new")
+        await d.say("second")
+        d.app.post_message(events.Paste(pasted))
+        await until(d.pilot, lambda: "[Pasted text" in d.chat.prompt.text, "the label")
+        await d.write(" is it")
+        if how == "an edit":
+            await d.press("ctrl+p")
+        elif how == "a closed terminal":
+            await asyncio.to_thread(d.app.end_without_terminal)
+        else:
+            await d.press("up")
+            assert d.chat.prompt.text == "second"
+        if how == "another chat":
+            await d.chat.send_text("/load first")
+            await d.settled()
+        await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, ScriptedRuntime())
+    prompts = PromptHistory(tmp_path).read()
+    assert prompts.count(f"{pasted} is it") == 1
+    assert how == "another chat" or prompts.count("second") == 1
+
+
+async def test_going_back_to_the_draft_keeps_it_in_the_input(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await d.write("draft")
+        await d.press("up", "down")
+        assert d.chat.prompt.text == "draft"
+        await d.press("up", "enter")
+        await d.settled()
+        await d.press("up", "up")
+        assert d.chat.prompt.text == "draft"
+
+
+def test_downloads_that_quitting_stops_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def use(d: Driver) -> None:
+        downloads = d.chat.downloads._downloads
+        downloads["8b"] = Download("8b", fraction=0.4)
+        downloads["1b"] = Download("1b", fraction=1.0)
+        downloads["1b"].ended.set()
+        await d.press("ctrl+q")
+
+    _use_and_quit(tmp_path, monkeypatch, use, ScriptedRuntime())
+    said = capsys.readouterr().err
+    assert "The download of 8b was stopped at 40%." in said
+    assert "/model 8b" in said
+    assert "1b" not in said
 
 
 def test_text_that_is_too_long_for_the_history_is_printed(

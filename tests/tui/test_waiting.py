@@ -89,6 +89,26 @@ async def test_a_reply_that_is_stopped_before_its_first_word_returns_all_message
         assert sent(d) == []
 
 
+async def test_an_error_stays_on_the_screen_until_the_next_message_is_sent(tmp_path: Path) -> None:
+    gate = threading.Event()
+    fails = Script("One two three", gate=gate, error=RuntimeError("boom"), error_after=2)
+    runtime = ScriptedRuntime(scripts=[fails, Script("The second reply.")])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("one")
+        await d.send("two")
+        gate.set()
+        await d.said("boom")
+        await d.settled()
+        await d.sees("Enter sends the waiting message")
+        assert (sent(d), d.chat.waiting.texts) == (["one"], ["two"])
+        assert "boom" in d.transcript()
+        await d.press("enter")
+        await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 4, "the second reply")
+        await d.settled()
+        assert sent(d) == ["one", "two"]
+        assert "boom" not in d.transcript()
+
+
 @pytest.mark.long
 async def test_commands_are_not_delayed(tmp_path: Path) -> None:
     runtime, gate = runtime_with_gate()

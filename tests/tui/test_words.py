@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +28,7 @@ from edgespec.tui.model_texts import details_text, row_text
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
-from edgespec.tui.texts import _IN_CHAT, in_chat, sentences, show_rows
+from edgespec.tui.texts import _IN_CHAT, _with_commands, in_chat, sentences, show_rows
 from edgespec.tui.widgets.details import StatusFacts, details_content, wrapped
 from edgespec.tui.widgets.messages import pairs_content
 from edgespec.tui.widgets.prompt import History
@@ -320,10 +322,55 @@ def test_the_licence_of_a_gated_model_must_be_accepted_first(is_gated: bool) -> 
     assert (f"in the background.{terms}" in details) == is_gated
 
 
-def raised_texts() -> list[str]:
-    """The texts of all errors and notes, and the notes on the models in the catalogue."""
-    lines = Path("tests/messages.txt").read_text().splitlines()
-    return [*(line.strip() for line in lines), *(entry.notice for entry in load_catalogue().entries)]
+# Parts of the package whose texts the chat does not show, because only other commands run them, or Python.
+NOT_IN_CHAT = re.compile(
+    r"(bench/(?!race\.py)|cli/|losslessness/|server/|train/|loading/(prepare/|recommendation|streamed_blocks)"
+    r"|store/prepared/|cluster/(weight_cache|worker_server)|backends/(llamacpp/quantise|mlx/draft_trainer)"
+    r"|options/(reply_options|settings)|methods/\w+/__init__|chat/prompt|system/installation|tui/browser)"
+)
+# Commands of other programs, and those of edgespec that have no counterpart in the chat. They work in another
+# terminal while the chat is open. The last two options belong to `edgespec worker`.
+ELSEWHERE = re.compile(
+    r"`(?!edgespec|--)[\w.-]+ [^`]*`"
+    r"|`?edgespec (prepare|doctor|delete-data|worker|serve|models alias)\b[^`]*`?"
+    r"|--listen|--i-trust-this-network"
+)
+# Commands of edgespec and options of the command line, which are dead ends in the chat.
+DEAD_END = re.compile(
+    r"\bedgespec (chat|run|bench|config|generate|models|plan|race|recommend|tune|verify)\b"
+    r"|(?<![\w-])--[a-z][a-z-]+"
+)
+
+
+def raised_texts(shown: Callable[[str], bool] = lambda module: True) -> list[str]:
+    """The texts of all errors and notes in modules that `shown` accepts, and the notes in the catalogue."""
+    texts, module = [], ""
+    for line in Path("tests/messages.txt").read_text().splitlines():
+        if line[:1].strip():
+            module = line
+        elif line.strip() and shown(module):
+            texts.append(line.strip())
+    return [*texts, *(entry.notice for entry in load_catalogue().entries)]
+
+
+def screen_texts() -> Iterator[str]:
+    """The texts in the chat's own code, without docstrings."""
+    for path in Path("edgespec/tui").rglob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        # The table in `texts.py` contains the advice that it replaces.
+        if path.name != "texts.py" and not NOT_IN_CHAT.match(f"tui/{path.name}"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                    # Single words are arguments of other programs.
+                    yield from [node.value] if len(node.value.split()) > 1 else []
+
+
+def dead_ends(texts: Iterable[str]) -> list[str]:
+    """Return the texts that name a command of edgespec or a command line option in the chat."""
+    # Look before `in_chat` removes the backticks, which say where a command ends.
+    left = ((text, ELSEWHERE.sub("", _with_commands(text))) for text in texts)
+    return [text for text, shown in left if DEAD_END.search(shown)]
 
 
 def test_texts_name_the_chats_own_way_instead_of_the_command_line() -> None:
@@ -333,14 +380,19 @@ def test_texts_name_the_chats_own_way_instead_of_the_command_line() -> None:
         found = [text for text in texts if pattern.search(text)]
         assert found, f"{pattern.pattern} is in no text any more"
         for text in found:
-            assert words.partition("\\")[0] in in_chat(text)
-    # The chat does not show the server's errors and the help of --target.
-    left = [
-        text
-        for text in map(in_chat, texts)
-        if re.search("`edgespec (models (?!alias)|generate|recommend)", text)
-    ]
-    assert all("the server" in text or text.startswith("The model to run:") for text in left), left
+            assert words.partition("\\")[0].rstrip("`") in in_chat(text)
+    assert not dead_ends(raised_texts(lambda module: not re.match(f"{NOT_IN_CHAT.pattern}|tui/", module)))
+
+
+def test_the_chats_own_texts_name_no_other_command() -> None:
+    # This error is printed after the chat has ended.
+    after_the_end = "report the traceback above, and run `edgespec chat --resume` to continue"
+    assert dead_ends(screen_texts()) == [after_the_end]
+
+
+@pytest.mark.parametrize("text", ["quit and run edgespec tune", "run `edgespec plan X`", "use --raw instead"])
+def test_dead_ends_are_found(text: str) -> None:
+    assert dead_ends([text])
 
 
 @pytest.mark.parametrize(
@@ -352,6 +404,20 @@ def test_texts_name_the_chats_own_way_instead_of_the_command_line() -> None:
             "/set head lists them.",
         ),
         ("download it with `edgespec models pull qwen3:4b`", "Type /model qwen3:4b to download it."),
+        ("omit --draft-branches for this model", "Type /set draft-branches default for this model."),
+        ("choose another model, or --mmproj none", "Choose another model, or /set mmproj none."),
+        (
+            "pass it with --head, for example --target 8b-q4 --head 8b-head",
+            "To use it, type /model 8b-q4, then /set head 8b-head.",
+        ),
+        (
+            "load the model with --method mtp (in Python, use the option `method` or `methods`)",
+            "Type /set method mtp, which loads the model again.",
+        ),
+        (
+            "it ignores system; to use them, pass them as options, such as --system",
+            "to use them, type /system or /set.",
+        ),
     ],
 )
 def test_advice_in_the_chat(text: str, shown: str) -> None:

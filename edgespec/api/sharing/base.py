@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedHead", "Tokenizer"]
 
 # Options that do not affect replies. They may differ from those of the program that loaded the model.
-_IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
+_IGNORED_OPTIONS = ("prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
 # Options that control how much text a program retains, with their values from least to most. A program must
 # not share a model with one that retains more.
 _RETENTION_OPTIONS = {"prefix_cache": ("none", "memory", "disk"), "remember": (False, True)}

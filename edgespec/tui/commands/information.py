@@ -234,7 +234,7 @@ def _advice(
         return _NO_DRAFT
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
         return "Try a lower temperature, which makes words easier to guess: type /set temperature 0."
-    return "To find the fastest method and draft length for your models, quit and run edgespec tune."
+    return "To try another draft model, type /draft, which lists them. To compare the speeds, type /race."
 
 
 def _race(context: Context) -> Result:

@@ -6,9 +6,9 @@ A command is a function that takes a `Context` and returns a `Result`. It neithe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Stats
@@ -30,6 +30,7 @@ __all__ = [
     "Context",
     "Copy",
     "Generate",
+    "Load",
     "Nothing",
     "Open",
     "Problem",
@@ -52,6 +53,8 @@ class Context:
         new_chat: An empty chat with the system prompt and settings given on the command line.
         runtime: The loaded models.
         model_name: Reference to the loaded model, as saved in presets.
+        changed_load_options: Load options that the user has changed in the chat.
+        model_paths: Paths of the models that this program has loaded.
         model_thread: The thread that runs the model.
         method: Drafting method of the current or last reply, or the default method.
         stats: Statistics of that reply, or None if there is none.
@@ -67,6 +70,8 @@ class Context:
     new_chat: OpenChat
     runtime: ChatModel
     model_name: str
+    changed_load_options: Mapping[str, Any]
+    model_paths: Sequence[str]
     model_thread: ModelThread
     method: MethodReport
     stats: Stats | None
@@ -162,6 +167,21 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A model on this machine to load with changed load options.
+
+    Attributes:
+        reference: A reference to the model.
+        changed: All load options that the user has changed.
+        is_other: Whether this is another model. If so, it keeps the options changed before that suit it.
+    """
+
+    reference: str
+    changed: Mapping[str, Any]
+    is_other: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """Text to copy to the clipboard, or to print in the plain chat. `name` describes it in confirmations."""
 
@@ -210,7 +230,18 @@ class Action:
 
 
 _Part: TypeAlias = (
-    Text | Table | Nothing | Problem | Change | Open | Generate | Copy | Question | RunningRace | Action
+    Text
+    | Table
+    | Nothing
+    | Problem
+    | Change
+    | Open
+    | Generate
+    | Load
+    | Copy
+    | Question
+    | RunningRace
+    | Action
 )
 Result: TypeAlias = _Part | tuple[_Part, ...]
 """One or more values returned by a command. The chat shows or carries out each of them in order."""

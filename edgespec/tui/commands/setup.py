@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import (
@@ -21,16 +21,27 @@ from edgespec.errors import (
     TemplateError,
 )
 from edgespec.options.presets import Preset, preset_names, preset_path, read_preset, write_preset
+from edgespec.options.settings import SETTINGS as PRESET_SETTINGS
 from edgespec.system.files import format_bytes
 from edgespec.tools.tool import visible
 from edgespec.tui.commands.information import show
-from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Question, Result, Text
+from edgespec.tui.commands.results import (
+    Action,
+    Change,
+    Command,
+    Context,
+    Load,
+    Problem,
+    Question,
+    Result,
+    Text,
+)
 from edgespec.tui.input_syntax import unquoted
 from edgespec.tui.model_texts import is_match, is_open, speed_text
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import (
-    LOAD_SETTINGS,
+    ALL_LOAD_SETTINGS,
     SCHEMA,
     SETTINGS,
     accepted,
@@ -68,7 +79,7 @@ def _model(context: Context) -> Result:
     """Switch to a model. If only part of a name is given, such as `8b`, list the matching models."""
     typed = unquoted(context.argument)
     if not typed:
-        return Action("models", otherwise=lambda: _models(context.runtime))
+        return Action("models", otherwise=lambda: _models(context))
     try:
         return chosen_model(context.runtime, typed)
     except OptionError as error:
@@ -113,28 +124,29 @@ def _check_known(reference: str) -> Resolved | None:
         raise OptionError(error.what, error.next_step, code=error.code) from error
 
 
-def _models(runtime: ChatModel) -> Result:
-    """List the models on this machine, and say how to see those that can be downloaded."""
+def _models(context: Context) -> Result:
+    """List the models on this machine, and name those that can be downloaded."""
     # Imported lazily to avoid delaying the first prompt.
     import edgespec
 
+    runtime = context.runtime
     plan = runtime.plan
     budget_bytes = plan.budget.total_bytes if plan else None
-    models = edgespec.list_models(memory=budget_bytes, also=[runtime.target.path])
+    models = edgespec.list_models(memory=budget_bytes, also=context.model_paths)
     installed = [model for model in models if model.is_installed]
     lines = [_model_line(model, is_used=is_open(model.path, runtime)) for model in installed]
     disturbed = ""
     if any(model.speed and model.speed.is_disturbed for model in models):
-        disturbed = (
-            "Speeds with a question mark were measured while other programs were busy. To measure them"
-            " again, run edgespec recommend."
-        )
-    fitting = sum(not model.is_installed and model.fits for model in models)
-    number, verb = count(fitting, "more model"), "fits" if fitting == 1 else "fit"
+        disturbed = "Speeds with a question mark are rough: other programs were busy when they were measured."
+    fitting = [
+        f"{model.reference} ({format_bytes(model.download_bytes)})"
+        for model in models
+        if not model.is_installed and model.fits
+    ]
     return (
         Text("\n".join(["On this machine:", *lines])),
         Text(disturbed, is_hint=True),
-        Text(f"You can download {number} that {verb} in memory. To see them, run edgespec models list."),
+        Text(f"Models to download that fit in memory: {', '.join(fitting)}." if fitting else ""),
         Text("To switch to a model or to download it, type /model and its name.", is_hint=True),
     )
 
@@ -152,13 +164,14 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
 
 def _reload(context: Context, name: str, text: str) -> Result:
     """Reload the model with a new value for a load option, or describe the option if no value is given."""
+    changed = context.changed_load_options
     if not text:
-        value = f"{name}: {loaded_value(name, context.runtime)}"
+        value = f"{name}: {loaded_value(name, context.runtime, changed)}"
         advice = f"To change it, which loads the model again, type /set {name} and a value"
-        described = sentences(value, LOAD_SETTINGS[name].help, advice)
+        described = sentences(value, ALL_LOAD_SETTINGS[name].help, advice)
         return Text("\n".join((described, *_choices(name, context))))
     check_load_setting(name, text)
-    return Action("reload", f"{name} {text}")
+    return Load(context.model_name, with_load_setting(changed, name, text))
 
 
 def _choices(name: str, context: Context) -> list[str]:
@@ -246,7 +259,7 @@ def _set(context: Context) -> Result:
     else:
         settings[name] = parse(name, unquoted(text))
         note = f"{name} is now {shown(settings[name])}."
-    return _changed(context.runtime, settings, note)
+    return _changed(context, settings, note)
 
 
 def _schema(context: Context) -> Result:
@@ -255,9 +268,9 @@ def _schema(context: Context) -> Result:
         return Text(f"schema: {settings[SCHEMA]}" if SCHEMA in settings else "No schema is set.")
     if context.argument.lower() in ("none", "off"):
         settings.pop(SCHEMA, None)
-        return _changed(context.runtime, settings, "The schema was removed.")
+        return _changed(context, settings, "The schema was removed.")
     settings[SCHEMA] = read_schema(unquoted(context.argument))
-    return _changed(context.runtime, settings, f"Replies will now match the schema in {context.argument}.")
+    return _changed(context, settings, f"Replies will now match the schema in {context.argument}.")
 
 
 def _think(context: Context) -> Result:
@@ -269,12 +282,12 @@ def _think(context: Context) -> Result:
     settings.pop("thinking", None)
     if value == "auto":
         note = "From your next message on, the model decides whether to reason before it answers."
-        return _changed(context.runtime, settings, note)
+        return _changed(context, settings, note)
     _check_thinking_switch(context.runtime)
     settings["thinking"] = value
     negation = "" if value == "on" else "not "
     note = f"From your next message on, the model will be asked {negation}to reason."
-    return _changed(context.runtime, settings, note)
+    return _changed(context, settings, note)
 
 
 def _check_thinking_switch(runtime: ChatModel) -> None:
@@ -291,14 +304,21 @@ def _check_thinking_switch(runtime: ChatModel) -> None:
         )
 
 
-def _changed(runtime: ChatModel, settings: Mapping[str, Setting], note: str) -> Change:
-    """Return a change that applies these settings. Raises OptionError if the models do not support them."""
-    check_settings(settings, runtime)
+def _changed(context: Context, settings: Mapping[str, Setting], note: str) -> Result:
+    """Return a change that applies these settings, and loads the model again if they need that.
+
+    Raises:
+        OptionError: The models do not support the settings.
+    """
+    needed = check_settings(settings, context.runtime)
 
     def apply(chat: OpenChat) -> None:
         chat.settings = dict(settings)
 
-    return Change(apply, note)
+    change = Change(apply, note)
+    return (
+        (change, Load(context.model_name, {**context.changed_load_options, **needed})) if needed else change
+    )
 
 
 def _system(context: Context) -> Result:
@@ -371,16 +391,28 @@ def _apply_preset(context: Context) -> Result:
     """
     name = context.argument
     values = _values(name, context.chat)
-    check_settings(values.settings, context.runtime)
+    changed = context.changed_load_options
+    needed = values.loading | check_settings(values.settings, context.runtime)
 
     def apply(chat: OpenChat) -> None:
         chat.settings, chat.system = dict(values.settings), values.system
 
     change = Change(apply, f"The preset {name} takes effect with your next message.")
-    remark = Text(values.remark, is_hint=True)
     if values.target and values.target != context.model_name:
-        return change, remark, Action("use_model", values.target)
-    return change, remark
+        try:
+            found = chosen_model(context.runtime, values.target)
+        except OptionError as error:
+            return change, Problem(error)
+        if found == Action("switch", values.target) and needed:
+            return change, Load(values.target, needed, is_other=True)
+        if found == Action("download", values.target) and needed:
+            again = f"After the download, type /preset {name} again to use all of its settings."
+            return change, Text(again, is_hint=True), found
+        if isinstance(found, Action):
+            return change, found
+    if any(name not in changed or changed[name] != value for name, value in needed.items()):
+        return change, Load(context.model_name, {**changed, **needed})
+    return change
 
 
 class _PresetValues(NamedTuple):
@@ -390,13 +422,13 @@ class _PresetValues(NamedTuple):
         settings: All of the chat's settings once the preset is applied.
         system: The system prompt.
         target: A reference to the model. Empty if the preset names none.
-        remark: A sentence about values that cannot change while a model is loaded. Empty if there are none.
+        loading: The options to load the model with.
     """
 
     settings: dict[str, Setting]
     system: str | None
     target: str
-    remark: str
+    loading: dict[str, Any]
 
 
 def _values(name: str, chat: OpenChat) -> _PresetValues:
@@ -413,13 +445,12 @@ def _values(name: str, chat: OpenChat) -> _PresetValues:
         raise OptionError(f"The preset {name} was not applied: {problems[0]}", f"Edit {preset_path(name)}")
     if SCHEMA in chat.settings:
         settings[SCHEMA] = chat.settings[SCHEMA]
-    remark = ""
-    if given:
-        remark = (
-            f"The preset also sets {' and '.join(given)}, which takes effect only when a model is loaded. To"
-            f" use that too, quit and run: edgespec chat --preset {name}"
-        )
-    return _PresetValues(settings, system or None, target, remark)
+    loading = {
+        key: ALL_LOAD_SETTINGS[key].check(key, value)
+        for key, value in given.items()
+        if key in ALL_LOAD_SETTINGS
+    }
+    return _PresetValues(settings, system or None, target, loading)
 
 
 def _as_chat_value(value: object) -> Setting:
@@ -436,6 +467,8 @@ def _save(context: Context, name: str) -> Result:
     chat = context.chat
     settings: dict[str, object] = {"system": chat.system} if chat.system else {}
     settings["target"] = context.model_name
+    changed = context.changed_load_options
+    settings |= {key: value for key, value in changed.items() if key in PRESET_SETTINGS and value is not None}
     settings |= {key: value for key, value in chat.settings.items() if key != SCHEMA}
     preset = Preset(name, settings)
     if not preset_path(name).exists():

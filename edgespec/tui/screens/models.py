@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events, on, work
 from textual.app import ComposeResult
@@ -29,6 +29,7 @@ from edgespec.options.settings_file import quoted, read_text, settings_path, wri
 from edgespec.system.files import format_bytes
 from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.downloads import Downloads
+from edgespec.tui.model_choice import plan_kept
 from edgespec.tui.model_texts import details_text, is_match, is_open, row_text
 from edgespec.tui.screens.help import MODEL_LIST_PART
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
@@ -56,7 +57,9 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     Args:
         runtime: The loaded model, whose memory budget also applies to the other models.
-        plan_model: Plans a model on this machine, given its reference and a memory limit in bytes.
+        plan_model: Plans a model on this machine, given its reference and load options.
+        paths: Paths of models to list in addition to those that edgespec finds.
+        kept: Load options that the next model keeps if they suit it.
         downloads: The downloads whose progress the list shows. Enter on a running download stops it.
         is_writing: Whether a reply is being generated. If so, the machine's speed cannot be measured.
         typed: Initial text of the filter.
@@ -79,10 +82,13 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         plan_model: PlanModel,
         downloads: Downloads,
         *,
+        paths: Sequence[str],
+        kept: Mapping[str, Any],
         is_writing: bool,
         typed: str = "",
     ) -> None:
         super().__init__()
+        self._paths, self._kept = paths, kept
         self._plan_model = plan_model
         self._planning = CallThread()
         self._plans: dict[str, Preview] = {}
@@ -126,7 +132,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         is_first = self._models is None
         try:
             self._models = await in_thread(
-                lambda: edgespec.list_models(memory=self._budget_bytes, also=[self._runtime.target.path])
+                lambda: edgespec.list_models(memory=self._budget_bytes, also=self._paths)
             )
         except EdgespecError as error:
             self._message = sentences(error.what, error.next_step)
@@ -276,9 +282,12 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         if model is None or not model.is_installed or self._is_used(model) or model.reference in self._plans:
             return
         await asyncio.sleep(_PLAN_DELAY_SECONDS)
+        budget = {} if self._budget_bytes is None else {"memory": self._budget_bytes}
         # A model without a plan, for example because its file is damaged, keeps its estimate.
         with suppress(EdgespecError):
-            preview = await self._planning.run(lambda: self._plan_model(model.reference, self._budget_bytes))
+            preview, _ = await self._planning.run(
+                lambda: plan_kept(self._plan_model, model.reference, self._kept, budget)
+            )
             self._plans[model.reference] = preview
             if model.reference in self._shown:
                 self._list.replace_option_prompt_at_index(
@@ -363,8 +372,8 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         elif plan is not None and plan.free_bytes("memory") < MEASURING_BYTES:
             needed = format_bytes(MEASURING_BYTES)
             self._message = (
-                f"Measuring the speed needs {needed} of free memory. Quit the chat, and run edgespec"
-                " recommend."
+                f"Measuring the speed needs {needed} of free memory. Switch to a smaller model, then press F9"
+                " and Ctrl+S."
             )
         else:
             await self._measure()

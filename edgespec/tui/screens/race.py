@@ -19,7 +19,7 @@ from edgespec.bench.race import Lane, Race
 from edgespec.errors import CancelledError
 from edgespec.tui.numbers import bar, count, rate
 from edgespec.tui.race import RaceProgress
-from edgespec.tui.texts import error_text
+from edgespec.tui.texts import error_text, in_chat
 
 __all__ = ["RaceScreen"]
 
@@ -117,7 +117,7 @@ class RaceScreen(ModalScreen[None]):
         if seconds < max(race.plain.seconds, race.other.seconds):
             return
         self._timer.pause()
-        remarks = race.remarks()
+        remarks = [*map(in_chat, race.remarks())]
         if "suffix" in race.other.reply.method.effective.split("+"):
             remarks.append(_REMEMBERED)
         legend = (("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself")

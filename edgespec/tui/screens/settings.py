@@ -85,7 +85,7 @@ class SettingsScreen(FormScreen[EditedSettings]):
             yield Static("A change of these settings loads the model again.", classes="setting-heading")
             for name, option in LOAD_SETTINGS.items():
                 assert option.in_chat is not None
-                default = loaded_value(name, self._runtime)
+                default = loaded_value(name, self._runtime, {})
                 yield from _field(name, option.in_chat, self._changed[name], default, _check_load_setting)
 
     def on_mount(self) -> None:

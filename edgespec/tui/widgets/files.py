@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from edgespec import AttachedFile
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = ["FileChips", "PathList", "PathSearch", "file_chips"]
+__all__ = ["FileChips", "PathList", "PathSearch", "dropped", "file_chips"]
 
 # Seconds to wait after the last key press before reading the files that the input refers to.
 _PAUSE_SECONDS = 0.15
@@ -110,16 +110,21 @@ class PathList(OptionList, can_focus=False):
         self.highlighted = 0 if paths else None
 
     async def dropped(self, text: str) -> Sequence[str]:
-        """Return the paths in pasted text if it contains only paths. See `dropped_paths`."""
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(self._thread.run(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
-        return ()
+        """Return the paths in pasted text if it contains only paths."""
+        return await dropped(self._thread, text)
 
     @property
     def chosen(self) -> str:
         """The highlighted path, or an empty string if the list is hidden or the path is already typed."""
         option = self.highlighted_option if self.display else None
         return "" if option is None or option.id is None or option.id == self._typed else option.id
+
+
+async def dropped(thread: CallThread, text: str) -> Sequence[str]:
+    """Return the paths in pasted text if it contains only paths. See `dropped_paths`."""
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(thread.run(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
+    return ()
 
 
 class PathSearch:

@@ -135,6 +135,11 @@ class PastedTexts:
             text = text.replace(pasted, label)
         return text
 
+    def without_last(self, text: str) -> str:
+        """Return the text without its last character, or without the label at its end."""
+        label = next((each for each in self._texts if text.endswith(each)), text[-1:])
+        return text.removesuffix(label)
+
     def label_at(self, line: str, column: int) -> tuple[int, int] | None:
         """Return the first column of the label that encloses `column`, and the column after the label.
 

@@ -38,7 +38,7 @@ from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text
 
-__all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages"]
+__all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages", "references_to"]
 
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
 """The undo keys, which are the same as in a shell because Ctrl+Z suspends the program. Most terminals send
@@ -77,6 +77,7 @@ class PromptInput(TextArea):
         paths: PathList,
         chips: FileChips,
         waiting: WaitingMessages,
+        pasted: PastedTexts,
         data_folder: Path,
         *,
         id: str,  # noqa: A002 - textual's own name
@@ -87,7 +88,7 @@ class PromptInput(TextArea):
         self._chips = chips
         self._waiting = waiting
         self._data_folder = data_folder
-        self._pasted = PastedTexts()
+        self._pasted = pasted
 
     @property
     def whole_text(self) -> str:
@@ -221,13 +222,7 @@ class PromptInput(TextArea):
             self.replace(label, *self.selection, maintain_selection_offset=False)
 
     def _insert_references(self, paths: Sequence[str]) -> None:
-        if typed_path(self.text) is not None:
-            # The argument of a command is a single path without `@`.
-            self.insert(paths[0])
-            return
-        # A reference must be preceded by a space.
-        space = " " if self._line_before_cursor[-1:].strip() else ""
-        self.insert(space + "".join(f"{reference(path)} " for path in paths))
+        self.insert(references_to(paths, self.text, self._line_before_cursor))
 
     @work(exclusive=True)
     async def action_paste_image(self) -> None:
@@ -263,7 +258,7 @@ class PromptInput(TextArea):
             super().action_cursor_up(select)
         elif self._waiting.texts and not self.text:
             self.replace_text(self._waiting.take(-1))
-        elif (older := self._sent.older(self.text)) is not None:
+        elif (older := self._sent.older(self.whole_text)) is not None:
             self.replace_text(older)
 
     def action_cursor_down(self, select: bool = False) -> None:
@@ -272,6 +267,22 @@ class PromptInput(TextArea):
             super().action_cursor_down(select)
         elif (newer := self._sent.newer()) is not None:
             self.replace_text(newer)
+
+
+def references_to(paths: Sequence[str], text: str, before: str) -> str:
+    """Return the text to insert for dropped files: references to them, or a path if a command is being typed.
+
+    Args:
+        paths: The paths of the files.
+        text: The whole text of the input.
+        before: The text before the cursor.
+    """
+    if typed_path(text) is not None:
+        # The argument of a command is a single path without `@`.
+        return paths[0]
+    # A reference must be preceded by a space.
+    space = " " if before[-1:].strip() else ""
+    return space + "".join(f"{reference(path)} " for path in paths)
 
 
 class History:
@@ -289,8 +300,19 @@ class History:
         self._unsent = ""
         self._is_newest_saved = bool(self._sent)
 
+    @property
+    def draft(self) -> str:
+        """The text that an earlier message has replaced in the input, or an empty string."""
+        return self._unsent if self._place < len(self._sent) else ""
+
+    @property
+    def shown(self) -> str | None:
+        """The earlier message that was put into the input, or None."""
+        return self._sent[self._place] if self._place < len(self._sent) else None
+
     def add(self, text: str) -> bool:
         """Append a message and save it. Return whether it is saved."""
+        self._add_draft()
         if self._append(text) and self._saved is not None:
             self._is_newest_saved = self._saved.add(text)
         return self._is_newest_saved
@@ -307,8 +329,15 @@ class History:
 
     def seed(self, texts: Iterable[str]) -> None:
         """Add an opened chat's user messages to the input history."""
+        self._add_draft()
         for text in texts:
             self._append(text)
+
+    def _add_draft(self) -> None:
+        """Append the replaced text, so that it is not lost when a new message ends browsing."""
+        if draft := self.draft:
+            self._place = len(self._sent)
+            self.add(draft)
 
     def older(self, current: str) -> str | None:
         """Go to the previous message and return it, or None at the oldest. `current` is the input's text."""

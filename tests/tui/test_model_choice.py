@@ -1,0 +1,194 @@
+"""Load options that were changed in a chat: what another model keeps, and what saved chats open with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from edgespec import Preview
+from edgespec.chat.message import Message
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat
+from edgespec.chat.store import ChatStore
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.tui.model_choice import kept_options, options_to_open, plan_kept
+from edgespec.tui.worker import Load
+from tests.raising import raises
+from tests.tui.driving import driving, until
+from tests.tui.scripted import ScriptedRuntime, facts, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+@dataclass
+class Planner:
+    """Plans a model that was trained for `trained` tokens, of which `room` fit in memory."""
+
+    trained: int = 8192
+    room: int = 8192
+    refused: str = ""
+
+    def __call__(self, _reference: str, options: Mapping[str, Any]) -> Preview:
+        if self.refused in options:
+            raise OptionError("not for this model", option=self.refused)
+        fits = options.get("context", 0) <= self.room
+        plan = SimpleNamespace(fits=fits, fits_without_streaming=fits)
+        return cast("Preview", SimpleNamespace(plan=plan, trained_context_tokens=self.trained))
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({"context": 4096, "kv_type": "q8_0", "memory": 1 << 32}, {"context", "kv_type", "memory"}),
+        ({"draft": "demo-draft", "head": "demo-head", "mmproj": "own.gguf"}, set()),
+        ({"draft": "none", "head": "none"}, {"draft", "head"}),
+        ({"methods": ("lowbit",), "trust": True, "adapter": ("own.gguf",)}, {"trust"}),
+    ],
+)
+def test_options_of_one_model_are_not_kept_for_another(changed: dict[str, Any], kept: set[str]) -> None:
+    assert kept_options(changed) == {name: changed[name] for name in kept}
+
+
+@pytest.mark.parametrize(
+    ("planner", "kept"),
+    [
+        (Planner(), {"context": 4096, "kv_type": "q8_0"}),
+        (Planner(trained=2048), {"kv_type": "q8_0"}),
+        (Planner(trained=0), {"context": 4096, "kv_type": "q8_0"}),
+        (Planner(room=2048), {"kv_type": "q8_0"}),
+        (Planner(refused="kv_type"), {"context": 4096}),
+    ],
+)
+def test_options_that_do_not_suit_a_model_are_left_out(planner: Planner, kept: dict[str, Any]) -> None:
+    assert plan_kept(planner, "other", {"context": 4096, "kv_type": "q8_0"}, {"memory": 1})[1] == kept
+
+
+def test_other_errors_of_a_plan_are_raised() -> None:
+    def plan(_reference: str, _options: Mapping[str, Any]) -> Preview:
+        raise ModelFileError("it is damaged", "download it again")
+
+    with raises(ModelFileError, code="model_file_damaged"):
+        plan_kept(plan, "other", {"context": 4096}, {})
+    with raises(OptionError, code="option_invalid"):
+        plan_kept(Planner(refused="memory"), "other", {"context": 4096}, {"memory": 1})
+
+
+@pytest.mark.parametrize(
+    ("own", "changed", "expected"),
+    [
+        (ModelReferences("demo"), {"context": 512}, None),
+        (ModelReferences("demo", "none"), {}, {"draft": "none"}),
+        (ModelReferences("demo", "auto", {"context": 512}), {"context": 512}, None),
+        (
+            ModelReferences("demo", "", {"context": 512}),
+            {"context": 768, "kv_type": "f16"},
+            {"draft": "auto", "context": 512, "kv_type": "f16"},
+        ),
+        (ModelReferences("demo", "", {"context": "many", "threads": 3}), {}, None),
+    ],
+)
+def test_a_chat_is_loaded_again_only_for_options_that_it_names(
+    own: ModelReferences, changed: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    assert options_to_open(own, ModelReferences("demo"), changed, is_other=False) == expected
+
+
+async def test_changed_options_stay_when_another_model_is_loaded(tmp_path: Path) -> None:
+    loads: list[tuple[Any, ...]] = []
+
+    def load_other(*arguments: Any) -> Load:
+        loads.append(arguments)
+        return loading(ScriptedRuntime(target=facts(str(arguments[0]))))
+
+    async with driving(
+        loading(ScriptedRuntime()), tmp_path, load_other=load_other, plan_other=Planner(trained=2048)
+    ) as d:
+        await d.send("/set kv_type q8_0")
+        await d.said("kv_type is now")
+        await d.settled()
+        await d.send("/context 4096")
+        await d.said("context is now")
+        await d.settled()
+        await d.send("/model demo-draft")
+        await d.said("This chat now uses demo-draft. For this model, context went back to the default.")
+        await d.settled()
+        assert d.chat.changed_load_options == {"kv_type": "q8_0"}
+        assert d.chat.models == ModelReferences("demo-draft", "", {"kv_type": "q8_0"})
+        assert loads[-1] == ("demo-draft", None, {"kv_type": "q8_0"})
+        # The chat remembers its options, and opens with them after one that has others.
+        await d.say("Hello")
+        first = d.chat.current_chat.id
+        assert d.app.store.load(first).models == d.chat.models
+        await d.say("/new")
+        await d.send("/set kv_type f16")
+        await d.said("kv_type is now")
+        await d.settled()
+        assert d.chat.changed_load_options == {"kv_type": "f16"}
+        await d.send("/load Hello")
+        await until(d.pilot, lambda: d.chat.changed_load_options.get("kv_type") == "q8_0")
+        await d.settled()
+        assert d.chat.current_chat.id == first
+
+
+async def test_a_chat_without_its_draft_model_keeps_its_target(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    models = ModelReferences("demo-draft", str(tmp_path / "gone.gguf"))
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("one", messages, NOON, NOON, target="demo-draft", title="one", models=models)
+    )
+    new = ScriptedRuntime(target=facts("demo-draft"))
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=lambda *_: loading(new)) as d:
+        await d.send("/load one")
+        await d.said("This chat now uses demo-draft.")
+        await d.said(f"The draft model {tmp_path / 'gone.gguf'} was not found")
+        await d.settled()
+        assert d.chat.models == ModelReferences("demo-draft", "auto")
+
+
+async def test_chats_that_differ_only_in_the_draft_model_load_their_own(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    models = ModelReferences("demo", "none")
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("one", messages, NOON, NOON, target="demo", title="one", models=models)
+    )
+    new = ScriptedRuntime(draft=None)
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=lambda *_: loading(new)) as d:
+        await d.send("/load one")
+        await until(d.pilot, lambda: d.chat.runtime.draft is None, "the models of the chat")
+        await d.settled()
+        assert d.chat.models == models
+
+
+async def test_models_that_stand_in_for_missing_ones_are_not_remembered(tmp_path: Path) -> None:
+    def load_other(reference: str, *_: object) -> Load:
+        return loading(ScriptedRuntime(target=facts(reference)))
+
+    note = "The model that you used last, 8b, was not found."
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other, fallback_note=note) as d:
+        await d.said(note)
+        await d.send("/context 512")
+        await d.said("context is now")
+        await d.settled()
+        assert d.app.preferences.target == ""
+        await d.send("/model demo-draft")
+        await d.said("This chat now uses demo-draft.")
+        await d.settled()
+        assert d.app.preferences.target == "demo-draft"
+
+
+async def test_a_resumed_chat_uses_the_settings_of_the_command_line(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    saved = SavedChat(
+        "one", messages, NOON, NOON, system="Be long.", sampling={"temperature": 1.0, "top_k": 3}
+    )
+    ChatStore(tmp_path / "chats").save(saved)
+    overrides = {"temperature": 0.0, "system": "Be brief."}
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="one", overrides=overrides) as d:
+        await until(d.pilot, lambda: d.chat.current_chat.id == "one", "the chat")
+        assert d.chat.current_chat.settings == {"temperature": 0.0, "top_k": 3}
+        assert d.chat.current_chat.system == "Be brief."
