@@ -86,7 +86,7 @@ def test_a_guess_that_the_target_could_have_chosen(
     """Nothing follows the end token, so that it is the last one of every accepted draft."""
     ending = Saying(lambda tokens, length: [END] * length)
     for seed in range(20):
-        options = {"acceptance": acceptance, "temperature": temperature, "seed": seed}
+        options: dict[str, Any] = {"acceptance": acceptance, "temperature": temperature, "seed": seed}
         options |= {"not_finite": not_finite}
         tokens, reason = reply(ending, "lookahead", END, 1.0, **options)
         assert reason == ("stop" if END in tokens else "length")
