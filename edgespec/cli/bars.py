@@ -16,7 +16,6 @@ from edgespec.system.files import format_bytes
 if TYPE_CHECKING:
     from edgespec.loading.preview import MemoryPlan, Pool, Preview
     from edgespec.loading.workers import SpreadPrediction
-    from edgespec.memory import Streaming
 
 __all__ = ["bar", "picture"]
 
@@ -59,7 +58,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"KV cache type {plan.kv_type}"),
         *([] if preview.spread else [_line(f"expected speed {_expected_speed(preview)}")]),
-        *(_streaming(plan.streaming) if plan.streaming else []),
+        *_streaming(plan),
         *([_line(f"experts: {plan.experts.text}")] if plan.experts else []),
     ]
     if preview.draft_window:
@@ -104,7 +103,10 @@ def _expected_speed(preview: Preview) -> str:
     return f"{rate(speed.tokens_per_second)} tokens per second{drafted}{disturbed}"
 
 
-def _streaming(streaming: Streaming) -> list[Text]:
+def _streaming(plan: MemoryPlan) -> list[Text]:
+    streaming = plan.streaming
+    if streaming is None:
+        return []
     kept = f"those of {streaming.kept_layers} stay in memory"
     return [
         _line(f"larger than memory: {streaming.text}"),
