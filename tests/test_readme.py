@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from edgespec.cli.help import ALIASES
 from edgespec.cli.program import program
 from edgespec.options.presets import Preset, write_preset
 
@@ -51,7 +52,7 @@ def parse(line: str) -> None:
     while isinstance(command, click.Group) and (arguments or not command.invoke_without_command):
         context = command.make_context("edgespec", ["--"], parent=context, resilient_parsing=True)
         name = arguments.pop(0)
-        found = command.get_command(context, name)
+        found = command.get_command(context, ALIASES.get(name, name))
         assert found is not None, line
         command = found
         if not arguments and isinstance(command, click.Group):
