@@ -44,8 +44,8 @@ _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
 # Seconds between progress reports while the child process prints nothing.
 _PROGRESS_SECONDS = 0.1
-# Code of the child process. It must not import modules from the current folder, which may contain untrusted
-# files.
+# Code run by the child process. It must not import modules from the current folder, which may contain
+# untrusted files.
 _CODE = (
     "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
     " from edgespec.model.trial_load import main; main(request)"

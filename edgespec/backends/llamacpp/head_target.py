@@ -27,10 +27,10 @@ class SharedHead(Protocol):
     """A head's weights and context, shared by its views. Each concurrent reply has its own view."""
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[Any]:
-        """Return a reply's view of the head.
+        """Open a view of this head that drafts for one reply.
 
         Args:
-            target: The reply's target.
+            target: The model that verifies the drafts.
             release: Called once, when the view is closed.
 
         Raises:

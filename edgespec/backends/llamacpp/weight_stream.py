@@ -473,7 +473,7 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
 def _start_pool() -> ThreadPoolExecutor:
     """Return a pool whose threads have all been started. Raises RuntimeError if one cannot be started.
 
-    `submit` would otherwise start them one by one, and if it failed, it would have queued the read already.
+    Otherwise, `submit` would start them one by one, and a read would already be queued if that failed.
     """
     pool, start = ThreadPoolExecutor(PARALLEL_READS, "edgespec-read"), threading.Barrier(PARALLEL_READS)
     try:

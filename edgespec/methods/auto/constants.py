@@ -158,7 +158,7 @@ PREFILL_SHARE = 0.5
 # Minimum number of tokens to prefill, chosen because a draft model that sees fewer tokens rarely predicts
 # correctly.
 MIN_PREFILL_TOKENS = 32
-# Number of measurements needed to estimate a duration, chosen because the first ones are often too high.
+# Number of measurements needed to estimate a duration. It was chosen because the first one is often too high.
 MEASURED_ROUNDS = 2
 # Assumed time to prefill one token, in target steps, until it is measured. The value was chosen to be close
 # to the costs in `scripts/simulation/machines.py`. The actual time is measured when a draft model is first

@@ -46,7 +46,7 @@ class EditedSettings(NamedTuple):
 
     Attributes:
         replies: All reply settings that differ from their defaults.
-        loading: The load options whose fields the user has changed, as text for `with_load_setting`.
+        loading: The load options that the user has changed, as strings for `with_load_setting`.
     """
 
     replies: dict[str, Setting]
