@@ -14,10 +14,19 @@ from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED, usage_error
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, WORKER_NAMES, declared_options, pick, preset_option
+from edgespec.cli.options import (
+    LOAD_NAMES,
+    METHOD_NAMES,
+    REPLY_NAMES,
+    WORKER_NAMES,
+    declared_options,
+    pick,
+    preset_option,
+)
 from edgespec.cli.screen import is_terminal
 from edgespec.cli.settings import ignore_setting, preset_of
 from edgespec.options.reply_options import REPLY_OPTIONS
+from edgespec.options.settings import SETTINGS
 
 if TYPE_CHECKING:
     from edgespec import Preview
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 # The reply options that the chat can show and change. `schema` is included, because `/schema` changes it.
+# Settings of a chat that are also options for loading a model.
+_METHOD_SETTINGS = tuple(name for name in METHOD_NAMES if name in SETTINGS)
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat or name == "schema")
 
 
@@ -144,7 +155,7 @@ def command(
     # A chat that is resumed has settings of its own, so replace only those named for this run.
     overrides = {
         name: value
-        for name, value in {**settings, "system": system}.items()
+        for name, value in {**settings, **pick(options, _METHOD_SETTINGS), "system": system}.items()
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     asked: dict[str, Any] = {
@@ -239,10 +250,14 @@ def _choose_models(
         options["draft"] = models.draft or options["draft"]
         if models.draft != wanted.draft:
             note = missing_draft_text(wanted.draft)
+
+    def is_named(name: str) -> bool:
+        return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
     changed = {
         name: value
         for name, value in load_options_of(models).items()
-        if name != "draft" and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE
+        if name != "draft" and not is_named(name) and not (name == "exactness" and is_named("exact"))
     }
     return _Choice(True, changed, note)
 

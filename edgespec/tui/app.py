@@ -347,23 +347,25 @@ class ChatApp(App[None]):
             chat.models = references_after(self._models, reference, options)
             chat.current_chat.models = chat.models
             chat.changed_load_options = options.all
-            if chosen.is_other:
+            if switched.runtime.target.path != before.path:
                 self._fallback_note = ""
             if not self._fallback_note:
                 self.preferences.remember(chat.models, self._preferences_path)
         self._leaving = False
+        loading = self._loading
         await self.pop_screen()
-        await chat.use_runtime(switched.runtime)
-        chat.holds_waiting = chat.is_leaving
-        messages = self._loading.take_messages()
+        messages = loading.take_messages()
         if switched.failure is not None:
             # The messages were meant for the other model.
             messages = [*chat.waiting.take_texts(), *messages]
         if messages and (switched.failure is not None or chat.prompt.text.strip()):
             chat.prompt.insert("\n\n".join(messages) + "\n")
             messages = []
+        # Insert what was typed before the next keys reach the prompt.
+        chat.prompt.insert(loading.take_typed().rstrip("\n"))
+        await chat.use_runtime(switched.runtime)
+        chat.holds_waiting = chat.is_leaving
         chat.call_later(chat.send_typed, messages)
-        chat.prompt.insert(self._loading.take_typed().rstrip("\n"))
         if switched.failure is None:
             # An empty chat already shows the warning in its welcome box.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""

@@ -139,16 +139,16 @@ def saved_files(
     added = [each for each in references if without_punctuation(each) not in before]
     if before <= names:
         return message.files, added
-    names = {os.path.normpath(name) for name in names & before}
-    files = (
-        file
-        for file in message.files
-        if any(
-            file.name == name or file.name.startswith(f"{name}/") or fnmatch(file.name, name)
-            for name in names
-        )
-    )
-    return tuple(files), added
+
+    def is_named(file: AttachedFile, reference: str) -> bool:
+        name = os.path.normpath(without_punctuation(reference))
+        return file.name == name or file.name.startswith(f"{name}/") or fnmatch(file.name, name)
+
+    old = [each for each in references if each not in added]
+    files = tuple(file for file in message.files if any(is_named(file, each) for each in old))
+    # A dropped file has a shorter name than its reference. Read it again rather than leaving it out.
+    unknown = [each for each in old if not any(is_named(file, each) for file in files)]
+    return files, [each for each in references if each in added or each in unknown]
 
 
 def _deleted(reference: str) -> AttachmentError:

@@ -246,7 +246,8 @@ def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
     is_other = saved.target != target
     options = options_to_open(here, chat.models, chat.changed_load_options, is_other=is_other)
     if options is not None:
-        _switch_model(chat, here.target, options, is_other=is_other)
+        # The chat has its own load options, so those of the loaded model do not apply to it.
+        _switch_model(chat, here.target, options, is_other=False)
 
 
 def _switch_model(
@@ -278,7 +279,7 @@ def _switch_model(
     if switched.failure is None:
         note = switched_note(before, switched.runtime, chat.changed_load_options, options)
         chat.changed_load_options = options.all
-        chat.is_fallback = chat.is_fallback and not is_other
+        chat.is_fallback = chat.is_fallback and switched.runtime.target.path == before.path
         chat.remember_models()
         chat.console.answer(note)
         chat.explain_drafting()

@@ -90,7 +90,8 @@ async def open_chat(
             options = options_to_open(here, screen.models, changed, is_other=is_other)
         if here is not None and options is not None:
             # Loading a model shows the chat again, so show the notes afterwards.
-            screen.load_model(here.target, options, is_other=is_other, note=" ".join(notes))
+            # The chat has its own load options, so those of the loaded model do not apply to it.
+            screen.load_model(here.target, options, note=" ".join(notes))
             return
         for note in notes:
             await screen.transcript.note(note)

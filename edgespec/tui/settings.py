@@ -175,6 +175,8 @@ def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
     if name not in changed:
         return ""
     value = changed[name]
+    if value is None or value == ():
+        return ALL_LOAD_SETTINGS[name].default_text or "none"
     return f"{value >> 20}MiB" if name == "memory" and not value % (1 << 20) else str(value)
 
 
