@@ -12,8 +12,9 @@ import pytest
 
 import edgespec
 from edgespec.attachments import read_files
-from edgespec.chat.message import AttachedFile, with_files
+from edgespec.chat.message import AttachedFile, Message, with_files
 from edgespec.errors import AttachmentError
+from edgespec.tui.attachments import saved_files
 from tests.attachments import pdfs
 from tests.raising import raises
 
@@ -231,3 +232,10 @@ def test_a_folder_without_permission() -> None:
     Path("closed").mkdir(mode=0)
     with raises(AttachmentError, "closed", "permission denied", code="attachment_unreadable"):
         read_files("closed")
+
+
+def test_a_dropped_file_that_was_saved_under_a_shorter_name_is_read_again() -> None:
+    files = (AttachedFile("a.py", "x = 1"), AttachedFile("b.py", "y = 2"))
+    message = Message("user", "compare @/home/me/a.py and @b.py", files=files)
+    assert saved_files(message, ["/home/me/a.py"]) == ((), ["/home/me/a.py"])
+    assert saved_files(message, ["b.py"]) == (files[1:], [])

@@ -240,6 +240,10 @@ class TestRememberedModels:
         assert opened.options["models"] == ModelReferences("demo", "none", {"context": 768})
         opened.load(lambda *_: True)
         assert (loaded["draft"], loaded["context"], loaded["kv_type"]) == ("none", 768, "f32")
+        models = ModelReferences("demo", "none", {"exactness": "off"})
+        store.save(SavedChat("2026-a", messages, now, now, title="one", target="demo", models=models))
+        run("chat", "--resume", "one", "--exact")
+        assert opened.options["changed"] == {}
 
     def test_a_damaged_model_does_not_lock_the_user_out(
         self, run: Run, opened: Opened, store: ChatStore, tmp_path: Path
@@ -281,8 +285,8 @@ def test_settings_named_on_the_command_line_replace_those_of_a_resumed_chat(
     run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_TOP_K", "7")
-    run("chat", "--resume", "--temperature", "0", "--system", "Be brief.")
-    assert opened.options["overrides"] == {"temperature": 0.0, "system": "Be brief."}
+    run("chat", "--resume", "--temperature", "0", "--system", "Be brief.", "--method", "none")
+    assert opened.options["overrides"] == {"temperature": 0.0, "system": "Be brief.", "method": "none"}
     assert opened.options["settings"] == {"temperature": 0.0, "top_k": 7}
 
 
