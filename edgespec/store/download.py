@@ -274,11 +274,12 @@ def _file_lock(path: Path, blob: Path, report: Callable[[int], None]) -> Iterato
 
 
 def _partial_bytes(blob: Path) -> int:
-    """Return the size of a blob that edgespec or `huggingface_hub` is downloading, or 0 if there is none."""
+    """Return the total size of a blob's unfinished downloads, by edgespec and by `huggingface_hub`."""
+    total = 0
     for suffix in ("edgespec", "incomplete"):
         with suppress(FileNotFoundError):
-            return blob.with_name(f"{blob.name}.{suffix}").stat().st_size
-    return 0
+            total += blob.with_name(f"{blob.name}.{suffix}").stat().st_size
+    return total
 
 
 def _link(blob: Path, pointer: Path) -> None:

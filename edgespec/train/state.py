@@ -139,8 +139,9 @@ class TrainingFolder:
             "lora": "--lora",
             "writer": "GGUF file",
         }
-        # Runs that were started by earlier versions have no writer.
-        found = {"writer": "", **found}
+        # Runs that earlier versions started have no writer. Their text was written by another form of the same
+        # model, and is just as good.
+        found = {"writer": settings.writer, **found}
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
             raise OptionError(
@@ -321,9 +322,10 @@ def _figures(found: dict[str, Any]) -> DrafterFigures:
         float(found["tokens_per_pass"]),
         tuple(float(each) for each in found["acceptance_per_depth"]),
         {str(kind): float(each) for kind, each in found["tokens_per_pass_by_kind"].items()},
-        float(found["tokens_per_pass_in_trees"]),
-        operator.index(found["draft_tokens"]),
-        float(found["coverage"]),
+        # Earlier versions did not save these figures.
+        float(found.get("tokens_per_pass_in_trees", found["tokens_per_pass"])),
+        operator.index(found.get("draft_tokens", 0)),
+        float(found.get("coverage", 1.0)),
     )
     for each in (
         figures.tokens_per_pass,

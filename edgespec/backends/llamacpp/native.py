@@ -86,7 +86,7 @@ def library() -> ModuleType:
 
 
 def _load_kernel_limit() -> ctypes.CDLL | None:
-    """Load the library that keeps llamafile's kernels from 16-bit and 32-bit weights, if it is installed.
+    """Load the library that keeps llamafile's kernels from some types of weights, if it is installed.
 
     Call this before llama_cpp is imported. See scripts/llamafile_types.cpp.
     """

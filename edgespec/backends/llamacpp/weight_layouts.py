@@ -43,7 +43,9 @@ _MAX_DIFFERENCE = 0.02
 # Exit status of the child process if the products are wrong.
 _WRONG_STATUS = 3
 # Signals that end the child process if the layout's code is faulty.
-_CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP)
+_CRASH_NAMES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
+# Windows lacks some of these signals.
+_CRASHES = tuple(getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name))
 # Time limit of the child process in seconds. The test takes about one second, most of it for imports.
 _MAX_SECONDS = 60.0
 # Code of the child process. It must not import modules from the current folder, which may contain untrusted
