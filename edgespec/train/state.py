@@ -139,8 +139,8 @@ class TrainingFolder:
             "lora": "--lora",
             "writer": "GGUF file",
         }
-        # Runs that earlier versions started have no writer. Their text came from another form of the same model,
-        # and is just as good.
+        # Runs that earlier versions started have no writer. Their text came from another form of the same
+        # model, and is just as good.
         found = {"writer": settings.writer, **found}
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
