@@ -25,9 +25,11 @@ def shared_runtime() -> Iterator[edgespec.Runtime]:
 def demo(shared_runtime: edgespec.Runtime, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Load the embedded demo pair only once, because that takes as long as the rest of a test.
 
-    `test_switching.py` and `test_speed.py` load models as the command does, and close them.
+    `test_switching.py` and `test_speed.py` load models as the command does, and close them. Pass costs are
+    fixed, because the chat shows what they allow, and measured ones depend on what else runs.
     """
     monkeypatch.setattr(shared_runtime, "close", lambda: None)
+    monkeypatch.setattr(edgespec.Runtime, "pass_costs", {2: 1.5, 4: 2.0, 8: 3.0})
     return lambda progress: shared_runtime
 
 
