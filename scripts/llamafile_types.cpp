@@ -1,8 +1,8 @@
 // Let llama.cpp use llamafile's matrix kernels for some quantised weights only.
 //
 // For most weights, these kernels sum in another order than the kernel for a single token, so that a draft could not be checked
-// without changing the reply. For Q4_0, Q5_0 and Q8_0 on processors with AVX2, the sums are the same, and prompts are read up to
-// 1.7 times as fast. llama.cpp cannot choose by type, but on Linux a function of a library that was loaded earlier takes precedence over
+// without changing the reply. For Q4_0, Q5_0 and Q8_0 on processors with AVX2, the sums are the same, and prompts are read
+// faster. llama.cpp cannot choose by type, but on Linux a function of a library that was loaded earlier takes precedence over
 // one of the same name. edgespec/backends/llamacpp/native.py loads this library before llama.cpp.
 #include <cstdint>
 

@@ -15,7 +15,7 @@ __all__ = ["InstalledGpu", "installed_gpus", "with_nvidia_memory"]
 # PCI vendor IDs of GPUs that can run models. Other vendors' devices, such as virtual displays, are ignored.
 _VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
 _ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-# Where the database of PCI products is, if its package is installed.
+# Possible paths of the PCI ID database, which is an optional package.
 _PRODUCTS = ("usr/share/misc/pci.ids", "usr/share/hwdata/pci.ids")
 # Seconds to wait for nvidia-smi, which can take several to start the driver.
 _NVIDIA_SMI_SECONDS = 20.0

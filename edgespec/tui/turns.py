@@ -292,8 +292,8 @@ class TurnScreen(ChatView):
             await self._act_after_reply()
             if self._job is job:
                 self._job = None
-            # After an error, waiting messages wait until the user presses Enter. Sending the next one at once
-            # would remove the error from the screen.
+            # After an error, hold waiting messages until the user presses Enter, because sending the next one
+            # would replace the error on the screen.
             if not (self.writing or is_failed):
                 self.post_message(self.Free())
         self._ticks += 1

@@ -114,7 +114,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
             "choose another method",
             code="lowbit_not_supported",
         )
-    # See `LoadOptions.for_draft` for `mmap`.
+    # `LoadOptions.for_draft` explains why `mmap` is off while layers are streamed.
     options = replace(
         target.options, adapters=(), mmap=target.options.mmap and not target.options.streamed_layers
     )

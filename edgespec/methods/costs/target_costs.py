@@ -171,7 +171,7 @@ def settings_key(options: LoadOptions) -> str:
 
 
 def streaming_key(options: LoadOptions) -> str:
-    """Return what to append to `settings_key` to identify durations, or "" if no layers are streamed.
+    """Return a suffix of `settings_key` for saved durations, or "" if no layers are streamed.
 
     The more layers a pass reads from disk, the less its width matters. Durations measured with many streamed
     layers would therefore make wide passes, and padding to them, seem nearly free with few.
