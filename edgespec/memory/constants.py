@@ -62,8 +62,8 @@ SAVING_WINDOW_TOKENS = 1024
 # value was chosen from the data sheets of common machines, because it is needed before a model is loaded: two
 # channels of DDR4 or DDR5 read 40 to 90 GB/s, and GPUs 300 to 1,000 GB/s.
 MAIN_MEMORY_COST = 10
-# Assumed number of draft passes per target pass, and of tokens that each target pass then generates. The first
-# was chosen as a common draft length, the second as what a mediocre draft model achieves with it.
+# Assumed number of draft passes per target pass, and of tokens that each target pass then generates. The
+# first was chosen as a common draft length, the second as what a mediocre draft model achieves with it.
 DRAFT_READS, TOKENS_PER_DRAFT = 4, 2
 # Speed in bytes per second below which a disk is named as slow. The value was chosen to lie between hard
 # disks (up to 0.25 GB/s) and SATA SSDs (0.5 GB/s).
