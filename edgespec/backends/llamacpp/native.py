@@ -29,7 +29,7 @@ from edgespec.system.files import (
     regular_file_bytes,
     touch_private,
 )
-from edgespec.system.installation import setup_command
+from edgespec.system.installation import package_version, setup_command
 
 __all__ = [
     "ContextParams",
@@ -38,6 +38,7 @@ __all__ = [
     "Interrupt",
     "captured_log",
     "ggml",
+    "has_uniform_attention",
     "library",
     "library_identity",
     "library_path",
@@ -65,7 +66,7 @@ _GPU_LIBRARIES = ("cuda", "vulkan")
 @cache
 def library() -> ModuleType:
     """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
-    limit = _load_kernel_limit()
+    kernels = _kernels()
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -73,8 +74,8 @@ def library() -> ModuleType:
             f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
             f"install it with `{setup_command()}`, which needs a C++ compiler",
         ) from error
-    if limit is not None:
-        _limit_kernels(limit)
+    if kernels is not None:
+        _connect_kernels(kernels)
     _open_log()
     _resend_interrupts_in_callbacks()
     callback = llama_cpp.llama_log_callback(_on_line)
@@ -85,26 +86,45 @@ def library() -> ModuleType:
     return llama_cpp
 
 
-def _load_kernel_limit() -> ctypes.CDLL | None:
-    """Load the library that keeps llamafile's kernels from some types of weights, if it is installed.
+@cache
+def _kernels() -> ctypes.CDLL | None:
+    """Load the library that replaces some of llama.cpp's CPU kernels, if it is installed.
 
-    Call this before llama_cpp is imported. See scripts/llamafile_types.cpp.
+    Call this before llama_cpp is imported. See scripts/cpu_kernels.cpp.
     """
-    package = find_spec("llama_cpp")
+    package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
     for folder in (package and package.submodule_search_locations) or ():
-        path = Path(folder) / "lib" / "libedgespec-llamafile.so"
+        path = Path(folder) / "lib" / f"libedgespec-kernels-{version}.so"
         if path.is_file():
             with suppress(OSError):
                 return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return None
 
 
-def _limit_kernels(limit: ctypes.CDLL) -> None:
+def _connect_kernels(kernels: ctypes.CDLL) -> None:
+    """Pass the kernels the functions of llama.cpp that they call."""
     from llama_cpp.llama_cpp import _lib
 
-    # If llama.cpp was built without these kernels, it uses its own for all weights.
-    with suppress(AttributeError):
-        limit.edgespec_set_llamafile(ctypes.cast(_lib.llamafile_sgemm, ctypes.c_void_p))
+    address = ctypes.c_void_p
+    # If llama.cpp was built without llamafile's kernels, it uses its own for all weights.
+    llamafile = ctypes.cast(_lib.llamafile_sgemm, address) if hasattr(_lib, "llamafile_sgemm") else None
+    kernels.edgespec_set_kernels(
+        llamafile,
+        *(
+            ctypes.cast(function, address)
+            for function in (
+                _lib.ggml_compute_forward_flash_attn_ext,
+                _lib.ggml_cpu_fp16_to_fp32,
+                _lib.ggml_vec_soft_max_f32,
+            )
+        ),
+    )
+
+
+def has_uniform_attention() -> bool:
+    """Return whether CPU attention over f16 keys and values computes a token alone as among others."""
+    library()
+    return _kernels() is not None
 
 
 @cache
