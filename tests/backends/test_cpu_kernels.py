@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +37,13 @@ class Kind:
 
 
 @pytest.fixture
-def lib() -> Iterator[Any]:
+def lib() -> Any:
     from llama_cpp.llama_cpp import _lib
 
     library()
     _lib.ggml_init.restype = ctypes.c_void_p
     _lib.ggml_init.argtypes = [_Memory]
-    yield _lib
+    return _lib
 
 
 class _Memory(ctypes.Structure):
@@ -56,12 +55,12 @@ def attention(lib: Any, kind: Kind, first: int, count: int) -> Array:
     memory = lib.ggml_init(_Memory(64 << 20, None, False))
     random = np.random.default_rng(1)
 
-    def tensor(values: Array, type: int) -> ctypes.c_void_p:
+    def tensor(values: Array, kind: int) -> ctypes.c_void_p:
         sizes = [ctypes.c_int64(size) for size in reversed(values.shape)]
         create = lib.ggml_new_tensor_4d
         create.restype = lib.ggml_get_data.restype = ctypes.c_void_p
-        made = ctypes.c_void_p(create(ctypes.c_void_p(memory), type, *sizes))
-        data = np.ascontiguousarray(values.astype(np.float16 if type == F16 else np.float32))
+        made = ctypes.c_void_p(create(ctypes.c_void_p(memory), kind, *sizes))
+        data = np.ascontiguousarray(values.astype(np.float16 if kind == F16 else np.float32))
         ctypes.memmove(lib.ggml_get_data(made), data.ctypes.data, data.nbytes)
         return made
 
