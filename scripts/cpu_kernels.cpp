@@ -250,7 +250,6 @@ void quantise(const float * inputs, Activations * to, int64_t n) {
         to->scale = size == 0.0f ? 0.0f : 1.0f / factor;
         for (int j = 0; j < 256; j += 16) {
             const __m256 scale = _mm256_set1_ps(factor);
-            // A product must not be fused with an addition, so this calls no function that adds.
             const __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(inputs + j), scale));
             const __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(inputs + j + 8), scale));
             const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
@@ -349,27 +348,32 @@ float maximum(const float * values) {
 
 // Write rows of a[8, columns] as columns of b[columns, KEYS].
 void transpose(float * b, const float * const a[8], int columns) {
-    typedef float Eight __attribute__((vector_size(32), aligned(4)));
     for (int column = 0; column < columns; column += 8) {
-        Eight r[8], s[8];
+#if defined(__AVX__)
+        __m256 rows[8], pairs[8], fours[8];
         for (int i = 0; i < 8; ++i) {
-            r[i] = *reinterpret_cast<const Eight *>(a[i] + column);
+            rows[i] = _mm256_loadu_ps(a[i] + column);
         }
         for (int i = 0; i < 8; i += 2) {
-            s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-            s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+            pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+            pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
         }
         for (int i = 0; i < 8; i += 4) {
-            for (int j = 0; j < 2; ++j) {
-                r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-                r[i + 2 * j + 1] = __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-            }
+            fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+            fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+            fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+            fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
         }
         for (int i = 0; i < 4; ++i) {
             float * to = b + (column + i) * KEYS;
-            *reinterpret_cast<Eight *>(to) = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-            *reinterpret_cast<Eight *>(to + 4 * KEYS) = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+            _mm256_storeu_ps(to, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+            _mm256_storeu_ps(to + 4 * KEYS, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
         }
+#else
+        for (int i = 0; i < 64; ++i) {
+            b[(column + i / 8) * KEYS + i % 8] = a[i % 8][column + i / 8];
+        }
+#endif
     }
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from edgespec.backends.llamacpp.native import has_uniform_attention
+from edgespec.backends.llamacpp.native import cpu_kernels
 from edgespec.store.reference import resolve
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, one_line_error
@@ -17,7 +17,7 @@ from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
 # The type of cached keys and values for replies that are identical to plain decoding.
-EXACT_KV_TYPE = "f16" if has_uniform_attention() else "bf16/f16"
+EXACT_KV_TYPE = "f16" if cpu_kernels() else "bf16/f16"
 
 
 def test_the_contract(run: Run) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.backends.llamacpp.devices import on_cpu
 from edgespec.backends.llamacpp.metadata import architecture_metadata, has_compressed_keys
-from edgespec.backends.llamacpp.native import has_uniform_attention, library
+from edgespec.backends.llamacpp.native import cpu_kernels, library
 from edgespec.errors import OptionError
 from edgespec.model.base import LoadOptions
 
@@ -80,7 +80,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     if options.kv_type == "auto":
         if not options.exact or same_type or options.flash_attention == "off" or not on_cpu(options):
             return KvTypes("f16", "f16")
-        return KvTypes("f16" if has_uniform_attention() else "bf16", "f16")
+        return KvTypes("f16" if cpu_kernels() else "bf16", "f16")
     types = parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(

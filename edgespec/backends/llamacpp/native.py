@@ -37,8 +37,8 @@ __all__ = [
     "GpuLibrary",
     "Interrupt",
     "captured_log",
+    "cpu_kernels",
     "ggml",
-    "has_uniform_attention",
     "library",
     "library_identity",
     "library_path",
@@ -66,7 +66,7 @@ _GPU_LIBRARIES = ("cuda", "vulkan")
 @cache
 def library() -> ModuleType:
     """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
-    kernels = _kernels()
+    kernels = cpu_kernels()
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -87,10 +87,11 @@ def library() -> ModuleType:
 
 
 @cache
-def _kernels() -> ctypes.CDLL | None:
-    """Load the library that replaces some of llama.cpp's CPU kernels, if it is installed.
+def cpu_kernels() -> ctypes.CDLL | None:
+    """Return the library that replaces some of llama.cpp's CPU kernels, or None if it is not installed.
 
-    Call this before llama_cpp is imported. See scripts/cpu_kernels.cpp.
+    With it, CPU attention over f16 keys and values computes a token alone exactly as among others. It must be
+    loaded before llama_cpp is imported, so `library` calls this first. See scripts/cpu_kernels.cpp.
     """
     package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
     for folder in (package and package.submodule_search_locations) or ():
@@ -102,29 +103,21 @@ def _kernels() -> ctypes.CDLL | None:
 
 
 def _connect_kernels(kernels: ctypes.CDLL) -> None:
-    """Pass the kernels the functions of llama.cpp that they call."""
+    """Pass the kernels the functions of llama.cpp that they call. Raises BackendMissingError on failure."""
     from llama_cpp.llama_cpp import _lib
 
     address = ctypes.c_void_p
     # If llama.cpp was built without llamafile's kernels, it uses its own for all weights.
     llamafile = ctypes.cast(_lib.llamafile_sgemm, address) if hasattr(_lib, "llamafile_sgemm") else None
-    kernels.edgespec_set_kernels(
-        llamafile,
-        *(
-            ctypes.cast(function, address)
-            for function in (
-                _lib.ggml_compute_forward_flash_attn_ext,
-                _lib.ggml_cpu_fp16_to_fp32,
-                _lib.ggml_vec_soft_max_f32,
-            )
-        ),
-    )
-
-
-def has_uniform_attention() -> bool:
-    """Return whether CPU attention over f16 keys and values computes a token alone as among others."""
-    library()
-    return _kernels() is not None
+    names = ("ggml_compute_forward_flash_attn_ext", "ggml_cpu_fp16_to_fp32", "ggml_vec_soft_max_f32")
+    try:
+        functions = [ctypes.cast(getattr(_lib, name), address) for name in names]
+    except AttributeError as error:
+        raise BackendMissingError(
+            f"llama-cpp-python does not fit its CPU kernels ({Path(kernels._name).name}): {error}",
+            f"remove that file, and install both with `{setup_command()}`",
+        ) from error
+    kernels.edgespec_set_kernels(llamafile, *functions)
 
 
 @cache
