@@ -269,7 +269,7 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 Vector & vector(float * at) { return *reinterpret_cast<Vector *>(at); }
 const Vector & vector(const float * at) { return *reinterpret_cast<const Vector *>(at); }

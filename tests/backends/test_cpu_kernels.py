@@ -173,6 +173,7 @@ def test_tokens_are_multiplied_as_among_others(lib: Any, kind: int, threads: int
 @needs_avx2
 def test_repacked_weights_are_multiplied_as_for_four_tokens(lib: Any) -> None:
     kernels, blocks = cpu_kernels(), WIDTH // 256
+    assert kernels is not None
     inputs = inputs_for(8)
     random = np.random.default_rng(4)
     eight = np.dtype(
