@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from edgespec.backends.llamacpp.weight_layouts import (
     why_layout_fails,
 )
 from edgespec.store.catalogue import models_folder
+from edgespec.system.child_process import CRASH_SIGNALS
 
 _REPACK = "CPU_REPACK"
 # Loads a model before and after a layout is removed, and prints llama.cpp's buffers.
@@ -130,6 +132,14 @@ def test_measurements_with_and_without_amx_are_kept_apart(monkeypatch: pytest.Mo
         monkeypatch.setattr(weight_layouts, "_amx_problem", lambda problem=problem: problem)
         identities.add(build_identity())
     assert len(identities) == 2
+
+
+@pytest.mark.parametrize("number", sorted(CRASH_SIGNALS))
+def test_every_crash_of_the_child_process_is_named(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -number))
+    assert number.name in why_layout_fails(AMX)
 
 
 @needs_repack

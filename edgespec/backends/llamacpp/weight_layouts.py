@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.llamacpp.native import ggml, library_identity
+from edgespec.system.child_process import CRASH_SIGNALS
 from edgespec.system.facts import Facts
 
 __all__ = ["AMX", "choose_layouts", "layout_names", "main", "remove_layout", "why_layout_fails"]
@@ -42,10 +43,6 @@ _OUTPUTS, _INPUTS, _ROWS = 64, 256, (1, 3, 40)
 _MAX_DIFFERENCE = 0.02
 # Exit status of the child process if the products are wrong.
 _WRONG_STATUS = 3
-# Signals that end the child process if the layout's code is faulty.
-_CRASH_NAMES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
-# Windows lacks some of these signals.
-_CRASHES = tuple(getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name))
 # Time limit of the child process in seconds. The test takes about one second, most of it for imports.
 _MAX_SECONDS = 60.0
 # Code of the child process. It must not import modules from the current folder, which may contain untrusted
@@ -161,7 +158,7 @@ def why_layout_fails(layout: str, kinds: Sequence[str] = _KINDS) -> str:
     )
     if done.returncode == _WRONG_STATUS:
         return "its results were wrong in a test"
-    if -done.returncode in _CRASHES:
+    if -done.returncode in CRASH_SIGNALS:
         return f"it crashed in a test ({signal.Signals(-done.returncode).name})"
     done.check_returncode()
     return ""
