@@ -15,6 +15,7 @@ from edgespec.backends.llamacpp.devices import (
     Gpu,
     cards,
     device_split,
+    expert_shares,
     offloaded_bytes,
     unusable_bytes,
 )
@@ -142,6 +143,39 @@ def test_layers_that_only_draft_are_not_counted_as_layers_on_the_gpu(
     assert 0 <= sum(sizes.values()) - drafting_bytes - sum(weights.values()) < 1024
     assert estimate.experts is not None
     assert estimate.experts.layers == 1
+
+
+def test_llama_cpp_offloads_layers_that_only_draft_before_the_others(tmp_path: Path) -> None:
+    path = str(write_mtp_model(tmp_path / "mtp.gguf", "glm4moe"))
+    first, second, drafting, output = offloaded_bytes(path, 2, None)
+    assert min(first, second, output) > drafting == 0
+    for gpu_layers, sizes in enumerate(
+        ([output], [drafting, output], [second, drafting, output], [first, second, drafting, output]), 1
+    ):
+        assert offloaded_bytes(path, 2, gpu_layers) == sizes
+        on_gpu = max(0, gpu_layers - 2)
+        assert device_split(path, 2, gpu_layers)[:2] == (sum(sizes), on_gpu / 2)
+        # Only the second layer has experts.
+        shares = expert_shares(path, 2, gpu_layers, 0)
+        assert shares.layers - shares.layers_in_memory == min(1, on_gpu)
+
+
+def test_a_plan_can_offload_all_layers_but_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "has_own_memory", lambda: True)
+    path = write_mtp_model(tmp_path / "mtp.gguf", "glm4moe")
+    estimator = memory_estimate.GgufMemoryEstimator(str(path), "mtp")
+    whole, most = (
+        estimator.estimate(LoadOptions(context_tokens=512, gpu_layers=count))
+        for count in (estimator.layers + 1, estimator.layers)
+    )
+    estimator.close()
+    assert whole.bytes_of("weights") == most.bytes_of("weights")
+    first, *_ = offloaded_bytes(str(path), 2, None)
+    on_gpu = [
+        sum(part.bytes for part in each.parts if (part.kind, part.pool) == ("weights", "gpu"))
+        for each in (whole, most)
+    ]
+    assert on_gpu[0] - on_gpu[1] == first
 
 
 def test_layers_that_only_draft_are_not_placed_on_workers(tmp_path: Path) -> None:

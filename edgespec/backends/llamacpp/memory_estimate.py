@@ -30,6 +30,7 @@ from edgespec.backends.llamacpp.devices import (
     expert_shares,
     has_own_memory,
     in_main_memory,
+    mtp_layer_count,
     offloaded_bytes,
     on_cpu,
     place_layers,
@@ -148,7 +149,9 @@ class GgufMemoryEstimator:
         self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
         self.why_not_shared = "it was prepared for early exit" if split else why_not_shared(weights)
         self._part_layers = [lib.llama_model_n_layer(part) * has_own_memory() for part in self._weights]
-        self.layers: int = max(self._part_layers)
+        # llama.cpp counts multi-token prediction layers when it offloads layers, even if they are not loaded.
+        mtp_layers = 0 if split else mtp_layer_count(path)
+        self.layers: int = max(layers and layers + mtp_layers for layers in self._part_layers)
         self._streamable: list[LayerRanges] | None = None
         # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
         # repacking the weights.
@@ -243,7 +246,9 @@ class GgufMemoryEstimator:
         layers = self._part_layers[part]
         *sizes, output = offloaded_bytes(self._files[part], layers, gpu_layers, experts) or [0]
         cache_bytes = buffers.cache_bytes // max(1, layers)
-        return unusable_bytes([*(size + cache_bytes for size in sizes), output], dict(buffers.compute))
+        # Multi-token prediction layers, whose size is 0 here, do not use this cache.
+        with_cache = [size + cache_bytes if size else 0 for size in sizes]
+        return unusable_bytes([*with_cache, output], dict(buffers.compute))
 
     def _expert_shares(self, options: LoadOptions, in_memory: Sequence[int]) -> ExpertShares | None:
         shares = [
