@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -176,6 +177,23 @@ def test_a_plan_can_offload_all_layers_but_one(tmp_path: Path, monkeypatch: pyte
         for each in (whole, most)
     ]
     assert on_gpu[0] - on_gpu[1] == first
+
+
+def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without those of a GPU that shares main memory, as when a model runs from disk."""
+    monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
+    opened, load = [], memory_estimate.load_skeleton
+
+    def record(paths: Any, gpu_layers: int | None, experts: int = 0) -> Any:
+        opened.append(gpu_layers)
+        return load(paths, gpu_layers, experts)
+
+    monkeypatch.setattr(memory_estimate, "load_skeleton", record)
+    estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
+    for gpu_layers in (None, 0, 0, None):
+        estimator.estimate(LoadOptions(context_tokens=512, gpu_layers=gpu_layers))
+    estimator.close()
+    assert opened == [None, 0, None]
 
 
 def test_layers_that_only_draft_are_not_placed_on_workers(tmp_path: Path) -> None:

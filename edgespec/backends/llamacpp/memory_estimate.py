@@ -190,7 +190,9 @@ class GgufMemoryEstimator:
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model needs with these load options."""
-        if self.layers and self._placement != (options.gpu_layers, options.experts):
+        # A GPU that shares main memory has buffers too, unless the model runs on the CPU.
+        can_offload = library().llama_supports_gpu_offload()
+        if can_offload and self._placement != (options.gpu_layers, options.experts):
             self._open(options.gpu_layers, options.experts)
         plans, part_options = self._plans(options)
         cache_bytes = compute_bytes = output_bytes = 0
