@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +26,7 @@ from edgespec.backends.llamacpp.devices import (
 from edgespec.backends.llamacpp.eagle import estimate_head
 from edgespec.backends.llamacpp.loading import load_skeleton
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
+from edgespec.backends.llamacpp.weight_layouts import AMX
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
@@ -194,6 +198,38 @@ def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch:
         estimator.estimate(LoadOptions(context_tokens=512, gpu_layers=gpu_layers))
     estimator.close()
     assert opened == [None, 0, None]
+
+
+@pytest.mark.parametrize("gpu_layers", [None, 0, 4])
+def test_the_plan_counts_the_bytes_that_the_layout_of_amx_adds(
+    monkeypatch: pytest.MonkeyPatch, gpu_layers: int | None
+) -> None:
+    """This test makes the plan believe that llama.cpp has chosen the layout, which needs a CPU with AMX."""
+    monkeypatch.setattr(memory_estimate, "has_own_memory", lambda: gpu_layers is not None)
+    options = LoadOptions(context_tokens=512, gpu_layers=gpu_layers)
+
+    def weights(**changed: Any) -> int:
+        estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
+        estimate = estimator.estimate(replace(options, **changed))
+        estimator.close()
+        return estimate.bytes_of("weights")
+
+    monkeypatch.setattr(memory_estimate, "named_layouts", lambda _lines: frozenset())
+    before = weights()
+    monkeypatch.setattr(memory_estimate, "named_layouts", lambda _lines: frozenset({AMX}))
+    tensors = read_header(Path(_path())).tensors
+    # The output layer is a copy of the token embedding, because AMX's layout cannot look up rows.
+    assert not any(tensor.name == "output.weight" for tensor in tensors)
+    (embedding,) = (tensor.elements for tensor in tensors if tensor.name == "token_embd.weight")
+    added = 0 if gpu_layers else embedding // 32 * (34 + 4)
+    for tensor in tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        here = not gpu_layers or (layer is not None and int(layer[1]) < _LAYERS + 1 - gpu_layers)
+        if here and tensor.kind == GGMLQuantizationType.Q8_0 and tensor.name != "token_embd.weight":
+            added += tensor.elements // 32 * 4
+    assert added > 0
+    assert weights() == before + added
+    assert weights(repack=False) == before
 
 
 def test_layers_that_only_draft_are_not_placed_on_workers(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from edgespec.backends.llamacpp.experts import expert_bytes
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
+from edgespec.backends.llamacpp.weight_layouts import amx_added_bytes
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
@@ -28,6 +29,7 @@ from edgespec.system.files import file_state, format_bytes
 __all__ = [
     "Gpu",
     "LayerPlacement",
+    "amx_bytes",
     "cards",
     "device_split",
     "expert_shares",
@@ -228,6 +230,48 @@ def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> in
         if card.free_bytes
     )
     return needed - sum(used)
+
+
+def amx_bytes(paths: str | Sequence[str], layers: int, gpu_layers: int | None, *, own_head: bool) -> int:
+    """Return how many bytes more than in a file a model's weights in main memory take in AMX's layout.
+
+    Multi-token prediction layers count only if they are loaded (`own_head`). See `device_split` for the other
+    arguments.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+    """
+    files = gguf_files(Path(paths)) if isinstance(paths, str) else [*map(Path, paths)]
+    added, block_count = _amx_added_bytes(tuple(files), tuple(map(file_state, files)))
+    is_offloaded = layers > 0 and gpu_layers != 0
+    first_offloaded = _first_offloaded(paths, layers, gpu_layers) if is_offloaded else block_count
+    first_drafting = block_count - mtp_layer_count(paths)
+    total_bytes = 0
+    for name, size_bytes in added:
+        layer = int(match[1]) if (match := _LAYER.match(name)) else block_count
+        is_loaded = own_head or not first_drafting <= layer < block_count
+        if is_loaded and (layer < first_offloaded or not is_offloaded):
+            total_bytes += size_bytes
+    return total_bytes
+
+
+@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
+def _amx_added_bytes(
+    files: tuple[Path, ...], _file_states: tuple[str, ...]
+) -> tuple[Sequence[tuple[str, int]], int]:
+    """Return the bytes that AMX's layout adds to each matrix, and the number of layers in the header.
+
+    If the token embedding is also the output layer, llama.cpp loads it twice: as in the file to look up rows,
+    and in AMX's layout to compute logits.
+    """
+    headers = [read_header(file) for file in files]
+    sizes = {tensor.name: amx_added_bytes(tensor) for header in headers for tensor in header.tensors}
+    added = {name: size_bytes for name, size_bytes in sizes.items() if size_bytes is not None}
+    embedding_added = added.pop("token_embd.weight", None)
+    if embedding_added is not None and "output.weight" not in sizes:
+        file_bytes = dict(chain.from_iterable(map(tensor_bytes, files, headers)))
+        added["output.weight"] = file_bytes["token_embd.weight"] + embedding_added
+    return list(added.items()), headers[0].architecture_number("block_count")
 
 
 def expert_shares(

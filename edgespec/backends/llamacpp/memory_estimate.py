@@ -26,6 +26,7 @@ from edgespec.backends.llamacpp.context_planning import (
 )
 from edgespec.backends.llamacpp.devices import (
     LayerPlacement,
+    amx_bytes,
     device_split,
     expert_shares,
     has_own_memory,
@@ -37,7 +38,7 @@ from edgespec.backends.llamacpp.devices import (
     unusable_bytes,
 )
 from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
-from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
+from edgespec.backends.llamacpp.loading import Paths, load_skeleton, named_layouts
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
     has_compressed_keys,
@@ -48,6 +49,7 @@ from edgespec.backends.llamacpp.metadata import (
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
+from edgespec.backends.llamacpp.weight_layouts import AMX
 from edgespec.backends.llamacpp.weight_stream import (
     LayerRanges,
     can_stream,
@@ -143,6 +145,8 @@ class GgufMemoryEstimator:
         split_files = [[str(Path(path) / file) for file in files] for files in PARTS]
         self._files: list[Paths] = [*split_files] if split else [path]
         self._weights: list[Any] = []
+        # The layouts to which llama.cpp converts weights of each part, if it may.
+        self._layouts: list[frozenset[str]] = []
         self._open(None, None)
         lib, weights = library(), self._weights[0]
         self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
@@ -153,10 +157,6 @@ class GgufMemoryEstimator:
         mtp_layers = 0 if split else mtp_layer_count(path)
         self.layers: int = max(layers and layers + mtp_layers for layers in self._part_layers)
         self._streamable: list[LayerRanges] | None = None
-        # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
-        # repacking the weights.
-        can_share = split and not any(repacks_weights(files, None) for files in self._files)
-        self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
         # Multi-token prediction layers count towards the head's memory, not the model's.
         self._unloaded_bytes = 0 if split else unloaded_bytes(Path(path))
@@ -183,7 +183,9 @@ class GgufMemoryEstimator:
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
             for files, count in zip(self._files, experts_per_part(self._files, experts), strict=True):
-                self._weights.append(load_skeleton(files, gpu_layers, count))
+                with captured_log() as lines:
+                    self._weights.append(load_skeleton(files, gpu_layers, count))
+                self._layouts.append(named_layouts(lines))
         except BaseException:
             self.close()
             raise
@@ -219,8 +221,7 @@ class GgufMemoryEstimator:
         weight_bytes += adapter_bytes(options.adapters)
         if options.streamed_layers:
             weight_bytes -= saved_bytes(choose_streamed(self._streamable_layers(), options))
-        if options.mmap and not options.mlock and in_main_memory(options):
-            weight_bytes -= self._shared_bytes
+        weight_bytes += self._repacked_bytes(options)
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),
             MemoryPart("weights", gpu_weights, GPU),
@@ -239,6 +240,22 @@ class GgufMemoryEstimator:
             present,
             experts=self._expert_shares(options, experts),
             why_experts_stay=self._why_experts_stay(options),
+        )
+
+    def _repacked_bytes(self, options: LoadOptions) -> int:
+        """Return how many bytes repacking the weights for this CPU adds, or saves if the number is negative.
+
+        The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
+        repacking the weights.
+        """
+        # Weights that are read from disk in every pass stay as they are in the file.
+        if not options.repack or options.streamed_layers or not any(self._layouts):
+            maps = self._split and options.mmap and not options.mlock and in_main_memory(options)
+            return -int(metadata(self._weights[0], SHARED_BYTES_KEY) or 0) if maps else 0
+        return sum(
+            amx_bytes(files, layers, options.gpu_layers, own_head=options.own_head)
+            for files, layers, layouts in zip(self._files, self._part_layers, self._layouts, strict=True)
+            if AMX in layouts
         )
 
     def _unusable_bytes(
@@ -359,6 +376,7 @@ class GgufMemoryEstimator:
 
     def close(self) -> None:
         """Free the model's metadata."""
+        self._layouts.clear()
         while self._weights:
             library().llama_model_free(self._weights.pop())
         release_free_memory()
