@@ -186,11 +186,11 @@ def test_a_plan_can_offload_all_layers_but_one(tmp_path: Path, monkeypatch: pyte
 def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without those of a GPU that shares main memory, as when a model runs from disk."""
     monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
-    opened, load = [], memory_estimate.load_skeleton
+    opened: list[int | None] = []
 
     def record(paths: Any, gpu_layers: int | None, experts: int = 0) -> Any:
         opened.append(gpu_layers)
-        return load(paths, gpu_layers, experts)
+        return load_skeleton(paths, gpu_layers, experts)
 
     monkeypatch.setattr(memory_estimate, "load_skeleton", record)
     estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
