@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from edgespec.chat.message import Message
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object, read_arguments
-from edgespec.chat.tool_calls.form import CallForm, JsonPart
+from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part
 
 __all__ = [
     "CONTENT_FORMS",
@@ -274,5 +274,17 @@ class ToolSupport:
         return message
 
     def _spelled(self, name: str, arguments: str) -> str:
-        parts = self._form.spell(name, {})
-        return "".join(arguments if isinstance(part, JsonPart) else str(part) for part in parts)
+        """Return a call as the model would write it."""
+        values = parse_object(arguments) or {}
+        constants = {key: {"const": value} for key, value in values.items()}
+        parts = self._form.spell(name, {"properties": constants, "required": list(values)})
+        return "".join(_written(part, arguments) for part in parts)
+
+
+def _written(part: Part, arguments: str) -> str:
+    """Return the text of a part of a call, all of whose arguments are constants."""
+    if isinstance(part, JsonPart):
+        # Some forms write all arguments as one JSON object.
+        constant = "const" in part.schema
+        return json.dumps(part.schema["const"], ensure_ascii=False) if constant else arguments
+    return part.texts[0] if isinstance(part, ChoicePart) else str(part)
