@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
+    "ROUGH_GAIN",
     "drafter_names",
     "drafting_explanation",
     "error_text",
@@ -72,8 +73,9 @@ _FIRST_MODELS = {
 }
 # Number of models on this machine to name on the first screen, chosen to equal that of `suggest_models`.
 _MAX_SUGGESTED = 3
-# If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
-_ROUGH_GAIN = 0.1
+ROUGH_GAIN = 0.1
+"""A speed-up whose standard error exceeds this value is shown as approximate. The value was chosen."""
+
 # If no number of tokens could be checked faster than this, with all guesses accepted, guessing cannot help.
 # The value was chosen to be that of `edgespec tune`.
 _MIN_SPEED_UP = 1.05
@@ -233,7 +235,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured.
 
     The summary is empty while `auto` does not guess, because it would only repeat under every reply what
-    `/why` explains. A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard
+    `/why` explains. A rough speed-up (see `ROUGH_GAIN`) counts as measured only if it exceeds two standard
     errors. The speed-up of a very short reply never counts.
     """
     if method.effective == "none":
@@ -241,7 +243,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     estimate = None if stats is None else stats.speedup_estimate
     factor = estimate if method.gain is None else 1 + method.gain
     error = method.gain_uncertainty or 0.0
-    is_rough = method.gain is None or error > _ROUGH_GAIN
+    is_rough = method.gain is None or error > ROUGH_GAIN
     is_unclear = is_too_short(stats) or (is_rough and abs(method.gain or 1.0) <= 2 * error)
     # At the start of a reply, `gain` still describes earlier text, so do not show it next to "accepted 0%".
     if factor is None or is_unclear or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
