@@ -670,8 +670,12 @@ def _chat_command(option: re.Match[str]) -> str:
 
 def _starts_with_word(text: str) -> bool:
     word = text.split()[0]
-    names = (*SETTINGS, *LOAD_SETTINGS)
-    return word.rstrip(":") not in names and word.rstrip(",:").replace("'", "").isalpha()
+    name = word.rstrip(":")
+    # The names of the other load options are also ordinary words, such as `workers` and `trust`.
+    has_value = word != name or text.startswith(f"{name} is now ")
+    if name in SETTINGS or name in LOAD_SETTINGS or (name in ALL_LOAD_SETTINGS and has_value):
+        return False
+    return word.rstrip(",:").replace("'", "").isalpha()
 
 
 def error_text(error: Exception) -> tuple[str, str]:
