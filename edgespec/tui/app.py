@@ -186,7 +186,8 @@ class ChatApp(App[None]):
         if light is not None:
             self.preferences.theme = "light" if light else "dark"
         self._models = models
-        self._changed = dict(changed or {})
+        # `load` removes options that cannot be used.
+        self._changed: Mapping[str, Any] = {} if changed is None else changed
         self._fallback_note = fallback_note
         self._system = system
         self._settings = dict(settings or {})
@@ -285,7 +286,7 @@ class ChatApp(App[None]):
             models=self._models,
             system=self._system,
             settings=self._settings,
-            changed=self._changed,
+            changed=dict(self._changed),
             take_typed=self._loading.take_typed,
             pasted=self._pasted,
             plan_model=self._plan_other,

@@ -173,6 +173,7 @@ class PlainChat:
             if found is not None:
                 saved = self.open(found)
                 self.current_chat.override(overrides)
+                self.remove_unsupported_method(self.current_chat.settings)
                 target = self.runtime.target.name
                 # The command line has already chosen the models.
                 if note := missing_models_text(saved, target, None):
@@ -215,9 +216,13 @@ class PlainChat:
             self.model_paths.append(runtime.target.path)
         self.stats, self.method = None, runtime.method
         # New chats begin with `first_settings`.
-        if why := remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings):
-            self.console.note(sentences("The setting method was removed", why))
+        self.remove_unsupported_method(self.first_settings, self.current_chat.settings)
         self.save()
+
+    def remove_unsupported_method(self, *chat_settings: dict[str, Setting]) -> None:
+        """Remove the setting `method` where the model does not support its value, and say so."""
+        if why := remove_unsupported_method(self.runtime, *chat_settings):
+            self.console.note(sentences("The setting method was removed", why))
 
     def use_reloaded_model(self) -> None:
         """Use the reloaded model if a worker or the program that shared the model was lost."""

@@ -241,13 +241,15 @@ def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
     target, here = chat.runtime.target.name, models_here(saved.models)
     if note := missing_models_text(saved, target, here):
         chat.console.note(note)
-    if here is None:
-        return
-    is_other = saved.target != target
-    options = options_to_open(here, chat.models, chat.changed_load_options, is_other=is_other)
-    if options is not None:
+    options = None
+    if here is not None:
+        is_other = saved.target != target
+        options = options_to_open(here, chat.models, chat.changed_load_options, is_other=is_other)
+    if here is not None and options is not None:
         # The chat has its own load options, so those of the loaded model do not apply to it.
         _switch_model(chat, here.target, options, is_other=False)
+    else:
+        chat.remove_unsupported_method(chat.current_chat.settings)
 
 
 def _switch_model(

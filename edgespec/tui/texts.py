@@ -46,7 +46,7 @@ __all__ = [
     "limits_speed",
     "loaded_value",
     "memory_rows",
-    "missing_draft_text",
+    "missing_files_text",
     "missing_models_text",
     "not_found_text",
     "notices",
@@ -70,6 +70,13 @@ _FIRST_MODELS = {
     "demo": _TOY,
     "demo-mlx": _TOY,
     "smollm2": ("SmolLM2 is very small and often gets facts wrong.", "larger"),
+}
+# The load options that name files, and what these files are.
+_FILE_KINDS = {
+    "head": "head",
+    "mmproj": "file for images",
+    "adapter": "adapter",
+    "corpus": "text to draft from",
 }
 # Number of models on this machine to name on the first screen, chosen to equal that of `suggest_models`.
 _MAX_SUGGESTED = 3
@@ -617,17 +624,31 @@ def missing_models_text(saved: SavedChat, target: str, here: ModelReferences | N
     if here is None and saved.target and saved.target != target:
         switch = f"/model {saved.models.target}".rstrip()
         return f"This chat used {saved.target}, and now uses {target}. Type {switch} to switch."
-    if here is not None and here.draft != saved.models.draft:
-        return missing_draft_text(saved.models.draft)
-    return ""
+    return "" if here is None else missing_files_text(saved.models, here)
 
 
-def missing_draft_text(reference: str) -> str:
-    """Return a note that a draft model is not on this machine."""
-    return (
-        f"The draft model {reference} was not found, so edgespec has chosen one itself. To choose another,"
-        " type /draft and its name."
-    )
+def missing_files_text(wanted: ModelReferences, here: ModelReferences) -> str:
+    """Return a note on the draft model and the files that are missing, or an empty string if none are.
+
+    Args:
+        wanted: The references to the chat's models, with the load options that the user has changed.
+        here: Those that are on this machine. See `models_here`.
+    """
+    texts = []
+    if here.draft != wanted.draft:
+        texts.append(
+            f"The draft model {wanted.draft} was not found, so edgespec has chosen one itself. To choose"
+            " another, type /draft and its name."
+        )
+    for name, value in wanted.options.items():
+        if name in here.options:
+            continue
+        file = ", ".join(value) if isinstance(value, list) else value
+        texts.append(
+            f"The {_FILE_KINDS[name]} {file} was not found, so it is not used. To choose another, type /set"
+            f" {name} and its path."
+        )
+    return " ".join(texts)
 
 
 def not_found_text(wanted: str) -> str:

@@ -340,6 +340,15 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:
     assert "The file is damaged. Download it again." in err
 
 
+def test_a_method_that_a_resumed_chat_cannot_use_is_removed(chat: Chat, tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    tree = MessageTree.linear([Message("user", "Question"), Message("assistant", "Answer")])
+    store = ChatStore(tmp_path / "chats")
+    store.save(SavedChat("one", tree, now, now, title="one", sampling={"method": "lowbit", "seed": 1}))
+    chat.typed(["Again"], resume="one")
+    assert saved(tmp_path)[0]["sampling"] == {"seed": 1}
+
+
 @pytest.fixture
 def forced(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     chat.load = load_demo
