@@ -352,6 +352,9 @@ class ChatApp(App[None]):
                 self._fallback_note = ""
             if not self._fallback_note:
                 self.preferences.remember(chat.models, self._preferences_path)
+        else:
+            # The open chat may have named the model that was not loaded.
+            chat.current_chat.models = chat.models
         self._leaving = False
         loading = self._loading
         await self.pop_screen()

@@ -275,7 +275,8 @@ def _switch_model(
     switched = job.result()
     if switched.failure is None:
         chat.models = references_after(chat.first_models, reference, options)
-        chat.current_chat.models = chat.models
+    # After a failure, the open chat may still name the model that was not loaded.
+    chat.current_chat.models = chat.models
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:

@@ -340,6 +340,21 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:
     assert "The file is damaged. Download it again." in err
 
 
+def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(chat: Chat, tmp_path: Path) -> None:
+    def refuse(progress: Progress) -> edgespec.Runtime:
+        raise ModelFileError("the file is damaged", "download it again")
+
+    chat.load_other = refuse
+    now = datetime.now(UTC)
+    tree = MessageTree.linear([Message("user", "Question"), Message("assistant", "Answer")])
+    models = ModelReferences("demo-draft", "none")
+    store = ChatStore(tmp_path / "chats")
+    store.save(SavedChat("one", tree, now, now, target="demo-draft", title="one", models=models))
+    chat.typed(["/load one"])
+    (chat_file,) = saved(tmp_path)
+    assert (chat_file["target"], chat_file["models"]) == ("demo", {"target": "demo", "draft": ""})
+
+
 def test_a_method_that_a_resumed_chat_cannot_use_is_removed(chat: Chat, tmp_path: Path) -> None:
     now = datetime.now(UTC)
     tree = MessageTree.linear([Message("user", "Question"), Message("assistant", "Answer")])
