@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from edgespec import Preview
     from edgespec.api.sharing.base import ChatModel
     from edgespec.store.download import Progress
+    from edgespec.tui.preferences import Preferences
 
 __all__ = [
     "LoadOptions",
+    "chooses_draft",
     "kept_options",
     "lasting",
     "load_available",
@@ -177,6 +179,17 @@ def options_to_open(
     if all(values.get(name) == value for name, value in options.items()):
         return None
     return {**changed, **options}
+
+
+def chooses_draft(reference: str, options: LoadOptions, preferences: Preferences) -> bool:
+    """Return whether the user has chosen a draft model for the model that new chats open with.
+
+    Args:
+        reference: The reference to the loaded model.
+        options: Its load options.
+        preferences: What new chats open with.
+    """
+    return reference == preferences.target and "draft" in (options.changed or {})
 
 
 def models_here(models: ModelReferences) -> ModelReferences | None:

@@ -124,23 +124,26 @@ class PlainChat:
         self._reported_unsaved: set[str] = set()
         self._reader = AttachmentReader(runtime)
 
+    @property
+    def preferences(self) -> Preferences:
+        """The saved preferences."""
+        return Preferences.read(preferences_path(self.archive.store))
+
     def remember_models(self) -> None:
         """Save the user's choice of models for the next chat, unless input comes from a pipe or a file."""
         if self.console.is_interactive and not self.is_fallback:
-            path = preferences_path(self.archive.store)
-            Preferences.read(path).remember(self.models, path)
+            self.preferences.remember(self.models, preferences_path(self.archive.store))
 
     def explain_drafting(self) -> None:
         """Explain drafting to a new user if the model drafts, unless input comes from a pipe or a file."""
         if not self.console.is_interactive:
             return
-        path = preferences_path(self.archive.store)
-        preferences = Preferences.read(path)
+        preferences = self.preferences
         explanation = drafting_explanation(self.runtime)
         if explanation and not preferences.knows_drafting:
             self.console.note(explanation)
             preferences.knows_drafting = True
-            preferences.write(path)
+            preferences.write(preferences_path(self.archive.store))
 
     def save(self) -> None:
         """Save the chat, or print why saving failed. Repeated failures are reported only once."""

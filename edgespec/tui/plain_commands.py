@@ -31,6 +31,7 @@ from edgespec.tui.commands.setup import chosen_model
 from edgespec.tui.downloads import Download
 from edgespec.tui.model_choice import (
     LoadOptions,
+    chooses_draft,
     load_chosen,
     models_here,
     options_to_open,
@@ -282,7 +283,9 @@ def _switch_model(
     if switched.failure is None:
         note = switched_note(before, switched.runtime, chat.changed_load_options, options)
         chat.changed_load_options = options.all
-        chat.is_fallback = chat.is_fallback and switched.runtime.target.path == before.path
+        is_other = switched.runtime.target.path != before.path
+        if is_other or chooses_draft(reference, options, chat.preferences):
+            chat.is_fallback = False
         chat.remember_models()
         chat.console.answer(note)
         chat.explain_drafting()

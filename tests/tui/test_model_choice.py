@@ -30,6 +30,7 @@ from edgespec.tui.model_choice import (
     plan_kept,
     references_after,
 )
+from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import ALL_LOAD_SETTINGS, with_load_setting
 from edgespec.tui.worker import Load
 from tests.raising import raises
@@ -324,3 +325,18 @@ async def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(
         await d.settled()
         saved = store.load("one")
         assert (saved.target, saved.models) == ("demo", ModelReferences("demo"))
+
+
+async def test_a_draft_model_chosen_for_a_missing_one_is_used_by_later_chats(tmp_path: Path) -> None:
+    runtime, path = ScriptedRuntime(), tmp_path / "preferences.json"
+    Preferences.read(path).remember(ModelReferences("demo", "/no/such/draft.gguf"), path)
+    async with driving(
+        loading(runtime), tmp_path, load_other=lambda *_: loading(runtime), fallback_note="It was not found."
+    ) as d:
+        await d.send("/context 768")
+        await d.said("context is now")
+        await d.settled()
+        assert Preferences.read(path).draft == "/no/such/draft.gguf"
+        await d.send("/draft demo-draft")
+        await until(d.pilot, lambda: Preferences.read(path).draft == "demo-draft")
+        await d.settled()
