@@ -41,6 +41,9 @@ class ToyEstimator:
     def streamed_bytes(self, _options: LoadOptions) -> dict[int, int]:
         return {}
 
+    def expert_reads(self, _options: LoadOptions) -> None:
+        return None
+
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         tokens = options.context_tokens or CONTEXT_TOKENS
         return MemoryEstimate(

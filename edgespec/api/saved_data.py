@@ -18,8 +18,8 @@ from edgespec.system.files import data_folder, error_reason, write_advice
 
 __all__ = ["KINDS", "delete_chat", "delete_data"]
 
-# Kinds of facts that are measured. All other kinds describe model files.
-_MEASURED = ("acceptance", "classes", "costs", "drafting", "machine", "threads")
+# Kinds of facts that are measured or counted. All other kinds describe model files.
+_MEASURED = ("acceptance", "classes", "costs", "drafting", "experts", "machine", "threads")
 KINDS = ("replies", "learned", "prefix-cache", "history")
 _DELETE: dict[str, Callable[[], int]] = {
     "replies": delete_saved_replies,

@@ -180,7 +180,8 @@ class PairEstimator:
             raise ModelFileError(
                 f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
             ) from error
-        streamed = self.target.streamed_bytes(self.load_options(choice))
+        options = self.load_options(choice)
+        streamed, experts = self.target.streamed_bytes(options), self.target.expert_reads(options)
         copies = self._substitutes_of(choice)
         return Streaming(
             len(streamed),
@@ -189,6 +190,7 @@ class PairEstimator:
             speed,
             copies.bytes_of(list(streamed)) if copies else 0,
             network_drive(path),
+            *((experts.all_bytes, experts.kept_bytes) if experts else ()),
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:

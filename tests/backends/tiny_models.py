@@ -115,13 +115,21 @@ def write_deci(path: Path, *, layers: int, without_feed_forward: int, seed: int 
     return path
 
 
-def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0, layers: int = 2) -> Path:
-    """Write a mixture of experts: two of four experts per token, and two heads that share their keys."""
+def write_moe(
+    path: Path,
+    *,
+    template: str | None = CHATML,
+    seed: int = 0,
+    layers: int = 2,
+    experts: int = EXPERTS,
+    feed_forward: int = FEED_FORWARD,
+) -> Path:
+    """Write a mixture of experts: two experts per token, and two heads that share their keys."""
     random = np.random.default_rng(seed)
-    writer = open_writer(path, "llama", layers=layers)
+    writer = open_writer(path, "llama", layers=layers, feed_forward=feed_forward)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
-    writer.add_expert_count(EXPERTS)
+    writer.add_expert_count(experts)
     writer.add_expert_used_count(2)
     vocab = add_vocabulary(writer, WORDS, template)
     tensors = ends(random, vocab)
@@ -130,10 +138,10 @@ def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0, layer
         tensors |= {
             f"blk.{layer}.attn_norm.weight": ones(SIZE),
             f"blk.{layer}.ffn_norm.weight": ones(SIZE),
-            f"blk.{layer}.ffn_gate_inp.weight": random_weights(random, EXPERTS, SIZE),
-            f"blk.{layer}.ffn_gate_exps.weight": random_weights(random, EXPERTS, FEED_FORWARD, SIZE),
-            f"blk.{layer}.ffn_up_exps.weight": random_weights(random, EXPERTS, FEED_FORWARD, SIZE),
-            f"blk.{layer}.ffn_down_exps.weight": random_weights(random, EXPERTS, SIZE, FEED_FORWARD),
+            f"blk.{layer}.ffn_gate_inp.weight": random_weights(random, experts, SIZE),
+            f"blk.{layer}.ffn_gate_exps.weight": random_weights(random, experts, feed_forward, SIZE),
+            f"blk.{layer}.ffn_up_exps.weight": random_weights(random, experts, feed_forward, SIZE),
+            f"blk.{layer}.ffn_down_exps.weight": random_weights(random, experts, SIZE, feed_forward),
         }
     finish(writer, tensors)
     return path

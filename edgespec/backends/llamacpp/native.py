@@ -233,6 +233,8 @@ def ggml() -> Any:
         ("ggml_build_forward_expand", None, [pointer, pointer]),
         ("ggml_get_name", ctypes.c_char_p, [pointer]),
         ("ggml_nbytes", size, [pointer]),
+        ("ggml_nelements", number, [pointer]),
+        ("ggml_nrows", number, [pointer]),
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_row_size", size, [ctypes.c_int, number]),
         ("ggml_quantize_chunk", size, [ctypes.c_int, pointer, pointer, number, number, number, pointer]),

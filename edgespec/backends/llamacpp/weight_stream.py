@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter as now
@@ -37,8 +38,12 @@ from edgespec.system.disks import PARALLEL_READS, READ_BYTES, drop_cached, open_
 
 __all__ = [
     "FEED_FORWARD",
+    "PAGE",
+    "POLL_SECONDS",
+    "FileRange",
     "LayerRanges",
     "WeightStream",
+    "advise",
     "can_stream",
     "choose_streamed",
     "file_mappings",
@@ -58,8 +63,9 @@ LAYERS_IN_MEMORY = 3
 FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
-_PAGE = mmap.PAGESIZE
-_POLL_SECONDS = 0.05
+PAGE = mmap.PAGESIZE
+# Interval in which a waiting pass checks whether it was interrupted. Chosen.
+POLL_SECONDS = 0.05
 # Minimum time in seconds between checks of the free memory. It was chosen to keep the overhead of these
 # checks low.
 _CHECK_SECONDS = 1.0
@@ -69,7 +75,7 @@ _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
 _MAP_NORESERVE = 0x4000
 
 
-class _Range(NamedTuple):
+class FileRange(NamedTuple):
     """A part of a file that starts and ends at page boundaries."""
 
     file: int
@@ -90,7 +96,7 @@ class LayerRanges(NamedTuple):
 
     layer: int
     before: int
-    ranges: tuple[_Range, ...]
+    ranges: tuple[FileRange, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -119,7 +125,7 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
     Raises:
         ModelFileError: A file cannot be read.
     """
-    found: dict[int, list[_Range]] = defaultdict(list)
+    found: dict[int, list[FileRange]] = defaultdict(list)
     for name, pages, drafts in _tensors(path):
         match = FEED_FORWARD.fullmatch(name)
         if match and not drafts:
@@ -131,12 +137,12 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
     ]
 
 
-def unloaded_ranges(path: Path) -> list[_Range]:
+def unloaded_ranges(path: Path) -> list[FileRange]:
     """Return the parts of a GGUF model that contain only multi-token prediction layers."""
     return [pages for _, pages, drafts in _tensors(path) if drafts and pages.size_bytes]
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
+def _tensors(path: Path) -> Iterator[tuple[str, FileRange, bool]]:
     """Yield each tensor's name, the pages that it fills, and whether it belongs to an MTP layer.
 
     Partly filled pages at either end are excluded, because they also hold other data.
@@ -156,10 +162,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
             if size_bytes := tensor_size(tensor):
                 # llama.cpp does not map the rest of the file after the last tensor.
                 end = min(end, begin + size_bytes)
-            begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+            begin, end = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
             layer = _LAYER.match(tensor.name)
             drafts = layer is not None and int(layer[1]) >= layers
-            yield tensor.name, _Range(number, begin, max(0, end - begin)), drafts
+            yield tensor.name, FileRange(number, begin, max(0, end - begin)), drafts
 
 
 def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list[LayerRanges]:
@@ -206,7 +212,7 @@ class WeightStream:
         mapped: Sequence[tuple[int, int, int, int]],
         streamed: Sequence[LayerRanges],
         progress: Progress | None = None,
-        unloaded: Sequence[_Range] = (),
+        unloaded: Sequence[FileRange] = (),
     ) -> None:
         self.layers = tuple(layer.layer for layer in streamed)
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
@@ -266,16 +272,16 @@ class WeightStream:
                 ) from error
             undo.pop_all()
 
-    def _read_kept(self, progress: Progress | None, unloaded: Sequence[_Range]) -> None:
+    def _read_kept(self, progress: Progress | None, unloaded: Sequence[FileRange]) -> None:
         streamed = sorted([*unloaded, *(each for layer in self._layers for each in layer.ranges)])
         kept = []
         for file, offset, begin, end in self._mapped:
             at = offset
             for each in streamed:
                 if each.file == file and offset <= each.offset < offset + end - begin:
-                    kept.append(_Range(file, at, each.offset - at))
+                    kept.append(FileRange(file, at, each.offset - at))
                     at = each.offset + each.size_bytes
-            kept.append(_Range(file, at, offset + end - begin - at))
+            kept.append(FileRange(file, at, offset + end - begin - at))
         total, done = sum(each.size_bytes for each in kept) or 1, 0
         for each in kept:
             for part in _parts(each):
@@ -284,7 +290,7 @@ class WeightStream:
                 if progress and not progress("reading the weights that stay in memory", done / total):
                     raise CancelledError("loading the model was cancelled")
 
-    def _address(self, part: _Range) -> int:
+    def _address(self, part: FileRange) -> int:
         for file, offset, begin, end in self._mapped:
             if file == part.file and offset <= part.offset < offset + end - begin:
                 return begin + part.offset - offset
@@ -293,7 +299,7 @@ class WeightStream:
             "choose a model that fits in memory",
         )
 
-    def _load(self, part: _Range) -> None:
+    def _load(self, part: FileRange) -> None:
         """Read part of a file into memory. Raises BackendError if the file is unreadable or has changed."""
         file, address, done = self._files[part.file], self._address(part), 0
         size_bytes, _ = self._states[part.file]
@@ -319,7 +325,7 @@ class WeightStream:
 
     def _free(self, layer: LayerRanges) -> None:
         for each in layer.ranges:
-            _advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
+            advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
 
     def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
         """Read fewer layers ahead while memory is low. See `LanguageModel.watch_memory`."""
@@ -350,7 +356,7 @@ class WeightStream:
     def _read_layer(self, layer: LayerRanges, restarts: int) -> BackendError | None:
         """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
 
-        def load(part: _Range) -> None:
+        def load(part: FileRange) -> None:
             if not self._is_outdated(restarts):
                 self._load(part)
 
@@ -467,9 +473,13 @@ class WeightStream:
         self._is_intact = True
 
     def is_stop(self, name: bytes) -> bool:
-        """Return whether a pass must call `on_layer` when it has computed the tensor `name`."""
+        """Return whether a pass must call `on_node` when it has computed the tensor `name`."""
         match = _LAYER_OUTPUT.fullmatch(name)
         return match is not None and (int(match[1]) in self._waits or int(match[1]) in self._order)
+
+    def on_node(self, name: bytes, tensor: int) -> bool:  # noqa: ARG002
+        """Handle the tensor `name`, which a pass has computed. Return whether the pass can continue."""
+        return self.on_layer(name)
 
     def on_layer(self, name: bytes) -> bool:
         """Free a computed layer, and wait for the next one. Return whether the pass can continue."""
@@ -483,7 +493,7 @@ class WeightStream:
                 self._state.notify_all()
             if layer in self._waits and self._done < self._first + self._count:
                 while self._read <= self._done and self._error is None and not self._stopped:
-                    self._state.wait(_POLL_SECONDS)
+                    self._state.wait(POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
                 self._awaited = self._done + 1
                 # After an error, the reader stops, so the last layer that it counted is the one that it could
@@ -536,9 +546,9 @@ def _start_pool() -> ThreadPoolExecutor:
     return pool
 
 
-def _parts(whole: _Range) -> Iterator[_Range]:
+def _parts(whole: FileRange) -> Iterator[FileRange]:
     for start in range(0, whole.size_bytes, READ_BYTES):
-        yield _Range(whole.file, whole.offset + start, min(READ_BYTES, whole.size_bytes - start))
+        yield FileRange(whole.file, whole.offset + start, min(READ_BYTES, whole.size_bytes - start))
 
 
 def _state(file: int) -> tuple[int, int]:
@@ -555,6 +565,7 @@ def _open(path: Path) -> int:
         ) from error
 
 
+@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -584,5 +595,6 @@ def forget_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _advise(address: int, size_bytes: int, advice: int) -> None:
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """Tell the kernel how memory is used. See `madvise(2)`."""
     _libc().madvise(address, size_bytes, advice)
