@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.methods.suffix.corpus import SavedReplies, delete_saved_replies, saved_replies
-from tests.methods.suffix.saving import MARK, OTHER, SIZE, fill, kept, store
+from tests.methods.suffix.conftest import MARK, OTHER, SIZE, fill, kept, store
 
 
 def test_saved_replies_are_loaded_in_order(folder: Path) -> None:
