@@ -23,9 +23,10 @@ from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling import Distribution
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import Prompt, VerifyReport, count_replies, read_prompts, verify
+from edgespec.losslessness.cases import Prompt, count_replies, read_prompts
 from edgespec.losslessness.replay import Reason
-from edgespec.losslessness.report import holm, p_value
+from edgespec.losslessness.report import VerifyReport, holm, p_value
+from edgespec.losslessness.verify import verify
 from tests.tables import Saying, near, runtime, table, with_drafter
 from tests.tabular import TabularModel
 
