@@ -35,9 +35,9 @@ from time import perf_counter as now
 from typing import Any
 
 import edgespec
-from edgespec.bench import bench_prompts
+from edgespec.bench.runs import bench_prompts
 from edgespec.errors import OptionError
-from edgespec.losslessness import prompt_tokens
+from edgespec.losslessness.cases import prompt_tokens
 from scripts.peers.configurations import rotated_order
 from scripts.peers.figures import decode_speed
 from scripts.peers.replies import Run, edgespec_reply

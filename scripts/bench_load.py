@@ -39,7 +39,7 @@ from typing import Any
 
 import edgespec
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
 from edgespec.system.files import replace_when_written
 from scripts.peers.configurations import parse, rotated_order, server_flags
 from scripts.peers.llama_server import LlamaServer

@@ -19,7 +19,7 @@ import edgespec
 from edgespec import Reply, Runtime, SamplingParams
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
-from edgespec.losslessness import Prompt, read_prompts
+from edgespec.losslessness.cases import Prompt, read_prompts
 from edgespec.store.catalogue import models_folder
 from tests.near_ties import score_gap
 

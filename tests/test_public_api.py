@@ -74,7 +74,7 @@ def test_every_error_is_one_line_with_a_next_step() -> None:
     [
         "import edgespec",
         "import edgespec; edgespec.load, edgespec.Runtime, edgespec.Chat, edgespec.SamplingParams",
-        "import edgespec.losslessness",
+        "import edgespec.losslessness.verify",
         "import edgespec.engine.loop, edgespec.methods.model.drafter, edgespec.loading.bit_exactness",
     ],
 )

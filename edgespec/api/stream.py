@@ -26,7 +26,7 @@ from edgespec.engine.logits import TokenLogprob
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import BusyError, EdgespecError
-from edgespec.memory import peak_bytes
+from edgespec.memory.budget import peak_bytes
 from edgespec.model.base import Progress
 from edgespec.system.waiting import SignalEvent
 

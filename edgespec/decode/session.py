@@ -30,7 +30,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, MIN_ROOM_TOKENS
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import PrefixCache
+from edgespec.memory.prefix_cache.cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
 from edgespec.methods.auto.controller import ACTIVE_REPLIES, AutoController

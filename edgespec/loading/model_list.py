@@ -19,7 +19,7 @@ from edgespec.loading.speed_prediction import (
     predict_speed,
     recommended_draft,
 )
-from edgespec.memory import available_bytes
+from edgespec.memory.budget import available_bytes
 from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files

@@ -11,7 +11,9 @@ from typing import Any
 from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
-from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
+from edgespec.memory.budget import Budget
+from edgespec.memory.fitting import PlanChoice
+from edgespec.memory.plan import Item, MemoryPlan, Streaming, create_items, shared_items
 from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions

@@ -19,21 +19,12 @@ from edgespec.loading.constants import (
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
 from edgespec.loading.pairing import ModelPair
-from edgespec.memory import (
-    Budget,
-    MemoryPlan,
-    PlanChoice,
-    PlanOption,
-    Preference,
-    address_limit,
-    find_budget,
-    fit_to_budget,
-    shared_items,
-    stream_least,
-)
+from edgespec.memory.budget import Budget, address_limit, find_budget
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
-from edgespec.memory.prefix_cache import default_memory_bytes
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
+from edgespec.memory.plan import MemoryPlan, shared_items
+from edgespec.memory.prefix_cache.store import default_memory_bytes
 from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions

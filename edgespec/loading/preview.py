@@ -24,7 +24,8 @@ from edgespec.loading.pairing import (
 from edgespec.loading.planning import LoadPlan, budget_for, plan_pair
 from edgespec.loading.speed_prediction import SpeedPrediction, no_reads, predict_pair
 from edgespec.loading.workers import SpreadPrediction, connect_workers, predict_spread
-from edgespec.memory import MemoryPlan, check_room_to_plan
+from edgespec.memory.budget import check_room_to_plan
+from edgespec.memory.plan import MemoryPlan
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import Progress
 from edgespec.model.memory_estimate import Pool

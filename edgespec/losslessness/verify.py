@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from edgespec.api.requests import TokensPrompt
 from edgespec.api.runtime import Runtime
-from edgespec.constraints import ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
 from edgespec.decode.reply import Reply
 from edgespec.decode.request import ReplySettings, StreamArguments
 from edgespec.engine.processors import LogitsProcessor

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
 from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES, SLOW_DISK_BYTES_PER_SECOND
-from edgespec.memory.prefix_cache import PrefixCacheUsage
+from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
 from edgespec.model.memory_estimate import ExpertShares, MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.system.files import format_bytes, format_rate
 

@@ -17,7 +17,8 @@ from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import HeadState, PrefixCache, reusable_tokens
+from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
+from edgespec.memory.prefix_cache.store import reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress

@@ -9,7 +9,7 @@ from dataclasses import replace
 from time import sleep
 from typing import Protocol
 
-from edgespec.memory import available_bytes
+from edgespec.memory.budget import available_bytes
 from scripts.peers.configurations import Configuration
 from scripts.peers.replies import GenerationOptions, Run
 

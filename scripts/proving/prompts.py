@@ -12,7 +12,7 @@ from random import Random
 from typing import Protocol, TypeAlias
 
 from edgespec.chat.message import Message
-from edgespec.losslessness import Prompt
+from edgespec.losslessness.cases import Prompt
 
 __all__ = ["KINDS", "Range", "Vocabulary", "draw_prompts"]
 

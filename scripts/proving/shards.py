@@ -15,7 +15,8 @@ from typing import Any
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts, verify
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.verify import verify
 from scripts.proving.configurations import CONFIGURATIONS, Configuration
 from scripts.proving.prompts import Range, draw_prompts
 

@@ -11,7 +11,8 @@ import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
-from edgespec.losslessness import read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
+from edgespec.losslessness.verify import verify
 from tests.api.questions import HOWTO, METHODS, REPEATS, equal
 from tests.cases import first
 from tests.tables import sampling_settings

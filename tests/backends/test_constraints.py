@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.methods.ngram.drafter import NgramDrafter

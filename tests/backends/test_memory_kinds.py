@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
+from edgespec.backends.llamacpp.context_plan import choose_kv_types
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import CancelledError, CapabilityError, OptionError
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import cut, fresh, same, step, tokens_for
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
@@ -291,3 +292,10 @@ class TestReplies:
             assert cached(longer) >= len(longer) - 4 - 8
             assert cached([*longer[:-1], 50, 51]) <= len(longer) - 1
             assert cached([99, *PROMPT]) == 0
+
+
+def test_keys_and_values_have_the_same_type() -> None:
+    assert choose_kv_types(LoadOptions(), same_type=True).text == "f16"
+    assert choose_kv_types(LoadOptions(kv_type="q8_0"), same_type=True).text == "q8_0"
+    with raises(OptionError, code="option_not_supported", option="kv_type"):
+        choose_kv_types(LoadOptions(kv_type="q8_0/f16"), same_type=True)

@@ -43,10 +43,11 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
-from edgespec.memory import Limit, Streaming
+from edgespec.memory.budget import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.pressure import MemoryPressure
+from edgespec.memory.plan import Streaming
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LanguageModel, LoadOptions

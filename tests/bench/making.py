@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgespec.bench import Measurement, MethodConfig
+from edgespec.bench.runs import Measurement, MethodConfig
 from edgespec.decode.reply import MethodReport, Reply
 from edgespec.engine.stats import Stats
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench import Measurement, MethodConfig
 from edgespec.bench.figures import (
     MethodFigures,
     figures,
@@ -20,6 +19,7 @@ from edgespec.bench.figures import (
     typical,
     worst,
 )
+from edgespec.bench.runs import Measurement, MethodConfig
 from edgespec.decode.reply import MethodReport
 from tests.bench.making import TOKENS, row
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Message
-from edgespec.bench import BenchPlan, MethodConfig, bench_prompts, method_configs
+from edgespec.bench.runs import BenchPlan, MethodConfig, bench_prompts, method_configs
 from edgespec.errors import OptionError
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
 from tests.raising import raises
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from edgespec import Message, Runtime
-from edgespec.bench import BenchPlan, BenchRun, make_report, method_configs, run
+from edgespec.bench.figures import make_report
+from edgespec.bench.runs import BenchPlan, BenchRun, method_configs, run
 from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
-from edgespec.losslessness import Prompt
+from edgespec.losslessness.cases import Prompt
 from edgespec.model.base import Progress
 from tests.tables import near, runtime, table
 from tests.tabular import TabularModel

@@ -19,7 +19,7 @@ from edgespec.decode.drafter_set import DrafterSet
 from edgespec.decode.reply import MethodReport, Reply
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.methods.costs.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
 from tests.raising import raises

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.errors import OptionError
 from edgespec.options.schemas.enforceable import enforceable_schema, requires_endless_value
 from tests.constraints.vocabularies import END, ByteVocabulary

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.constraints import Constraint, ConstraintCompiler, ConstraintProcessor
 from edgespec.constraints import processor as processor_module
-from edgespec.constraints.matcher import new_matcher, text_of
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint, new_matcher, text_of
+from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary

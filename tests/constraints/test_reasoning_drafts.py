@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgespec.chat.reasoning import piece_with_markers, split_reasoning
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.methods.ngram.drafter import NgramDrafter

@@ -12,7 +12,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from tests.backends.tiny_models import write_llama
 from tests.cases import covering
 from tests.raising import raises

@@ -16,7 +16,7 @@ from edgespec.loading import exact, prefix_cache_options
 from edgespec.loading.load_request import LoadRequest
 from edgespec.loading.pair_loading import load_target
 from edgespec.loading.prefix_cache_options import _identity, file_states
-from edgespec.memory.prefix_cache import ReuseCosts
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter

@@ -17,10 +17,11 @@ from edgespec.backends.llamacpp.context import ThreadCount
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import VerifyReport, read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
 from edgespec.losslessness.replay import Reason
+from edgespec.losslessness.report import VerifyReport
 from edgespec.losslessness.sharing import SharingErrors, measure_sharing
-from edgespec.losslessness.verify import _Verification
+from edgespec.losslessness.verify import _Verification, verify
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import write_llama
 from tests.losslessness.faults import share_cells

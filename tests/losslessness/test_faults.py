@@ -16,8 +16,10 @@ import pytest
 import edgespec
 from edgespec import Runtime
 from edgespec.api.loading import always_draft
-from edgespec.losslessness import VerifyReport, read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
 from edgespec.losslessness.replay import Alone, Reason, largest_difference, logit_rows
+from edgespec.losslessness.report import VerifyReport
+from edgespec.losslessness.verify import verify
 from tests.losslessness.faults import (
     keep_a_rejected_cell,
     keep_stale_prefixes,

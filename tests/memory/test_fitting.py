@@ -11,15 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import OptionError
-from edgespec.memory import (
-    Budget,
-    Item,
-    MemoryPlan,
-    PlanChoice,
-    PlanOption,
-    Preference,
-    fit_to_budget,
-)
+from edgespec.memory.budget import Budget
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget
+from edgespec.memory.plan import Item, MemoryPlan
 from edgespec.model.memory_estimate import ExpertShares, Pool
 
 _KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}

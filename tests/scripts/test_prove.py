@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.losslessness import Divergence, Prompt, VerifyReport
-from edgespec.losslessness.report import MethodResult
+from edgespec.losslessness.cases import Prompt
+from edgespec.losslessness.report import Divergence, MethodResult, VerifyReport
 from edgespec.options.methods import head_names, method_names
 from scripts.proving import shards
 from scripts.proving.configurations import CONFIGURATIONS, GROUPS, Configuration

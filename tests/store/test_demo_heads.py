@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.store.catalogue import models_folder
 from edgespec.store.heads import head_options
 from edgespec.store.reference import resolve

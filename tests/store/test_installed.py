@@ -40,18 +40,6 @@ MLX = models_folder() / "demo-mlx-draft"
 IN_FILE = "the model's files"
 
 
-@pytest.fixture
-def ollama(own_home: Path) -> OllamaStore:
-    return OllamaStore(own_home / ".ollama" / "models")
-
-
-@pytest.fixture
-def lmstudio(own_home: Path) -> Path:
-    folder = own_home / ".lmstudio" / "models"
-    folder.mkdir(parents=True)
-    return folder
-
-
 def references() -> list[str]:
     return [installed.reference for installed in find_installed().models]
 

@@ -18,18 +18,6 @@ from tests.store.fake_stores import REGISTRY, OllamaStore, add_to_hub, add_to_lm
 from tests.store.test_installed import DRAFT, MLX, references, why_skipped
 
 
-@pytest.fixture
-def ollama(own_home: Path) -> OllamaStore:
-    return OllamaStore(own_home / ".ollama" / "models")
-
-
-@pytest.fixture
-def lmstudio(own_home: Path) -> Path:
-    folder = own_home / ".lmstudio" / "models"
-    folder.mkdir(parents=True)
-    return folder
-
-
 def test_a_snapshot_that_links_to_the_root(cache: Path) -> None:
     one = add_to_hub(cache, "maker/One-GGUF", DRAFT) / DRAFT.name
     for folder in (cache / "models--maker--One-GGUF" / "snapshots", one.parent):

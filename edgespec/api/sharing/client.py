@@ -19,12 +19,11 @@ from edgespec import (
     MemoryUse,
     Message,
     MethodReport,
-    ModelFacts,
     Reply,
     ReplyArguments,
     TextChunk,
 )
-from edgespec.api.sharing.base import ChatModel, Identity, NamedHead
+from edgespec.api.sharing.base import ChatModel, Identity
 from edgespec.api.sharing.host import Facts, HostRequest
 from edgespec.api.sharing.sockets import connect, sockets
 from edgespec.api.stream import finished
@@ -35,7 +34,6 @@ from edgespec.errors import CancelledError, ClosedError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
 from edgespec.options.reply_options import REPLY_OPTIONS
-from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 
@@ -134,38 +132,10 @@ class SharedModel:
     def __init__(self, path: Path, identity: Identity, host: str, facts: Facts) -> None:
         self._path, self._identity, self.host, self._facts = path, identity, host, facts
         self.plan, self.method = facts.plan, facts.method
-
-    @property
-    def target(self) -> ModelFacts:
-        return self._facts.target
-
-    @property
-    def draft(self) -> ModelFacts | None:
-        return self._facts.draft
-
-    @property
-    def heads(self) -> Sequence[NamedHead]:
-        return self._facts.heads
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self._facts.drafters
-
-    @property
-    def context_tokens(self) -> int:
-        return self._facts.context_tokens
-
-    @property
-    def loss_limits(self) -> tuple[float, float] | None:
-        return self._facts.loss_limits
-
-    @property
-    def pass_costs(self) -> Mapping[int, float]:
-        return self._facts.pass_costs
-
-    @property
-    def recommended_sampling(self) -> Mapping[str, RecommendedSetting]:
-        return self._facts.recommended_sampling
+        self.target, self.draft = facts.target, facts.draft
+        self.heads, self.drafters = facts.heads, facts.drafters
+        self.context_tokens, self.loss_limits = facts.context_tokens, facts.loss_limits
+        self.pass_costs, self.recommended_sampling = facts.pass_costs, facts.recommended_sampling
 
     @property
     def vocabulary(self) -> SharedModel:

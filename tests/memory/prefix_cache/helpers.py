@@ -8,7 +8,9 @@ from typing import Any
 
 from edgespec import Reply, Runtime
 from edgespec.decode.drafter_set import DrafterSet
-from edgespec.memory.prefix_cache import HeadState, PrefixCache, PrefixCacheDisk, ReuseCosts
+from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
+from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from edgespec.model.base import LanguageModel
 
 PLENTY = 1 << 30

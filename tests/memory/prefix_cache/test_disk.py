@@ -21,8 +21,14 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.memory.prefix_cache import default_disk_bytes, delete_cached_prefixes
-from edgespec.memory.prefix_cache.disk import _MAGIC, _SIZES, PrefixCacheDisk, read_header
+from edgespec.memory.prefix_cache.disk import (
+    _MAGIC,
+    _SIZES,
+    PrefixCacheDisk,
+    default_disk_bytes,
+    delete_cached_prefixes,
+    read_header,
+)
 from edgespec.memory.prefix_cache.segments import Tokens, name_of, tokens_digest
 from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
 from edgespec.model.base import Snapshot

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.memory.prefix_cache import ReuseCosts
 from edgespec.memory.prefix_cache.disk import prefix_cache_folder
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from tests.backends.tiny_models import write_llama
 from tests.memory.prefix_cache.helpers import ask
 

@@ -14,7 +14,7 @@ import edgespec
 from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.memory.prefix_cache import ReuseCosts
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit

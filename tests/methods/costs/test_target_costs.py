@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp import loading
 from edgespec.bench import tuning as tuning_module
 from edgespec.cli.tune import _print
 from edgespec.errors import CancelledError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.methods.costs import target_costs
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import (

@@ -17,9 +17,11 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import common_prefix_length
 from edgespec.errors import CancelledError, CapabilityError
-from edgespec.losslessness import Prompt, verify
-from edgespec.methods.model.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised
-from edgespec.methods.model.vocabularies.retokenised import IncrementalRetokeniser
+from edgespec.losslessness.cases import Prompt
+from edgespec.losslessness.verify import verify
+from edgespec.methods.model.vocabularies import retokenised
+from edgespec.methods.model.vocabularies.retokenised import IncrementalRetokeniser, RetokenisedDrafter
+from edgespec.methods.model.vocabularies.translation import TokenTranslation
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.methods.vocabularies.pieces import Pieces, speaking
