@@ -1,4 +1,4 @@
-"""A cache folder that cannot be written: replies work, and one note says what it costs."""
+"""With an unwritable cache folder, replies work, and a single note says what is slower."""
 
 from __future__ import annotations
 
