@@ -168,7 +168,7 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
-    """Return a table of the machines that hold the layers."""
+    """Return a table of the machines that the layers are on."""
     table = Table.grid(padding=(0, 2))
     for column in ("left", *("right",) * 7):
         table.add_column(justify="left" if column == "left" else "right")
@@ -188,7 +188,7 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 
 def _spread(spread: SpreadPrediction) -> list[str]:
-    """Return sentences describing how fast a model runs when split across machines."""
+    """Return sentences about the speed of a model that is split across machines."""
     seconds = rate(spread.send_seconds)
     lines = [f"Sending the model to the workers takes at least {seconds} s, unless they have cached it."]
     if spread.tokens_per_second is not None:

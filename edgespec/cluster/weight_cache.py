@@ -101,10 +101,7 @@ class WeightCache:
         return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
-        """Check all hidden files. Release those whose hash matches their name, and delete the others.
-
-        Stops early if `goes_on` returns False, or if a file cannot be read or moved.
-        """
+        """Check all hidden files. Release those whose hash matches their name, and delete the others...."""
         from edgespec.cluster.fnv1a import fnv1a
 
         with _verifying, suppress(OSError):

@@ -253,7 +253,7 @@ class _Verification:
         cached = reply.stats.cached_prompt_tokens
         if self.reads:
             # A correct cache never reuses more tokens than this. If a faulty cache does, the replay must not
-            # repeat the fault.
+            # repeat the mistake.
             cached = min(cached, common_prefix_length(self.reads[-1].tokens, tokens))
         # Drop the prompts that have no tokens left in the cache.
         kept = tuple(read for read in self.reads if read.cached_tokens < cached)
@@ -456,10 +456,7 @@ class _Verification:
         return MadeReply(generated.reads, generated.reply.stats.rounds, generated.reply.tokens, sampler)
 
     def _texts_beside(self, case: Case, count: int) -> list[Sequence[int]]:
-        """Return up to `count` texts, each consisting of another prompt and its reply.
-
-        Without other prompts, return the case's own prompt and reply.
-        """
+        """Return up to `count` texts, each consisting of another prompt and its reply."""
         names = [name for name in self.tokens if name != case.prompt.name][:count] or [case.prompt.name]
         return [[*self.tokens[name], *self.plain[name, case.temperature].reply.tokens] for name in names]
 

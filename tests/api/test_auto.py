@@ -98,7 +98,7 @@ class TestTheLaw:
 
 
 class Ticks:
-    """A simulated clock on which target passes take the same time at any width, and drafting takes almost none.
+    """A simulated clock on which drafting takes almost no time, and all target passes take equally long.
 
     Now and then, the clock jumps.
     """

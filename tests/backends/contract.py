@@ -61,7 +61,7 @@ def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
 
 
 def cut(model: LanguageModel, tokens: Sequence[int]) -> None:
-    """Truncate the cache to `tokens`, its prefix. Runs again what a recurrent model lost by that."""
+    """Truncate the cache to its prefix `tokens`, and rerun any that a recurrent model lost."""
     model.truncate(len(tokens))
     assert model.length <= len(tokens)
     model.prefill(tokens[model.length :])

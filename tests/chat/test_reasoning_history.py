@@ -1,4 +1,4 @@
-"""Reasoning of earlier replies: each template decides whether the next prompt contains it."""
+"""Reasoning of earlier replies: each template decides whether the next prompt includes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_templates_that_keep_earlier_reasoning(source: str, reply: str) -> None:
 
 
 def test_a_message_without_reasoning_looks_as_before() -> None:
-    """Templates tell a missing `reasoning_content` from an empty one."""
+    """Templates distinguish a missing `reasoning_content` from an empty one."""
     assert Message("assistant", "ANSWER").for_template() == {"role": "assistant", "content": "ANSWER"}
     inline = Message("assistant", "<think>\nREASONING\n</think>\n\nANSWER")
     prompt = ChatTemplate(QWEN_3, "<s>", "</s>").render([TALK[0], inline, TALK[2]])

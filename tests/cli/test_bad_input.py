@@ -1,4 +1,4 @@
-"""Whatever is wrong: one line with the next step, exit status 1 or 2, no traceback."""
+"""Every error is one line with the next step, exit status 1 or 2, and no traceback."""
 
 from __future__ import annotations
 

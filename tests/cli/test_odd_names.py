@@ -1,4 +1,4 @@
-"""Names that would steer the terminal, or be read as others, are shown without what does that."""
+"""Names that could control the terminal or disguise themselves are shown without those characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec plan`: the contract of its JSON, the picture, and models that are not here."""
+"""`edgespec plan`: its JSON contract, the picture, and models that are not on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec plan --workers`: each machine's part, the connections, and the expected speed."""
+"""`edgespec plan --workers`: each machine's share, the connections, and the expected speed."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class TestTableModels:
     def test_trees_may_be_cut_to_any_width(
         self, window: LookaheadWindow, width: int, branches: int, seed: int
     ) -> None:
-        """The loop cuts nodes that exceed a pass, and the window continues with the others."""
+        """The loop removes nodes that exceed a pass, and the window continues with the rest."""
         said = []
         for drafter in (None, forced(window)):
             target = table(seed)

@@ -1,4 +1,4 @@
-"""The draft model drafter: its cache follows the sequence, and drafts hold only tokens of both models."""
+"""The draft model drafter: its cache follows the sequence, and drafts contain only shared tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of thread counts on a busy machine: its table, and the program that keeps a core busy."""
+"""The benchmark of thread counts on a busy machine: its table, and the program that occupies a core."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_every_setting_is_measured_with_and_without_drafting(
     rows = {(row["method"], row["setting"]): row for row in result["rows"]}
     assert list(rows) == [*product(("none", "auto"), ("off", "auto", "bits"))]
     for (_, setting), row in rows.items():
-        # The mean of a single ratio is that ratio only up to rounding.
+        # Due to rounding, the mean of a single ratio only approximately equals the ratio.
         assert row["worst"][1] * 0.999 <= row["ratio"] <= row["best"][1] * 1.001
         assert (row["ratio"] == 1) == (setting == "off")
         assert row["milliseconds_per_token"] > 0 < row["first_token_seconds"]

@@ -1,4 +1,4 @@
-"""Tests of `scripts/bench_host.py`: what it prints, and that drafts leave its replies as they are."""
+"""`scripts/bench_host.py`: its output, and that drafts do not change its replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that killed programs leave no incomplete data, and that the next run succeeds."""
+"""Killed programs leave no incomplete data, and the next run succeeds."""
 
 from __future__ import annotations
 

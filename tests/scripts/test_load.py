@@ -1,4 +1,4 @@
-"""Tests of the load benchmark: order of methods, statistics, and replies of concurrent runtimes."""
+"""The load benchmark: order of methods, statistics, and replies of concurrent runtimes."""
 
 from __future__ import annotations
 

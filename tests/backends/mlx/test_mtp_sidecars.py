@@ -50,7 +50,7 @@ def head_of(target: Any) -> EagleHead:
 
 
 def first_with(chained: bool) -> Callable[[Any, Iterable[EagleHead], Path], EagleHead]:
-    """Return a replacement for `load_most_accurate` that picks the first head with one or with several networks.
+    """Return a replacement for `load_most_accurate` that picks the first head with one or several networks.
 
     The heads in these tests have random weights, so a trial could pick any of them.
     """

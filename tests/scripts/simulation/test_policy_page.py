@@ -10,7 +10,7 @@ from scripts.simulation import MACHINES
 from scripts.simulation.cases import CASES, row
 
 PAGE = (Path(__file__).parents[3] / "docs" / "policy.md").read_text(encoding="utf-8")
-# What is cheap to say again; the rest comes from the same run.
+# Rows that are quick to recompute. The others come from the same run.
 SHOWN = ("0.85", "0.85, after 3 replies", "recorded, T 0.8")
 
 
@@ -35,7 +35,7 @@ def test_page_lists_every_machine_and_reply(machine: object) -> None:
 def test_page_shows_the_current_numbers(case: object) -> None:
     machine = MACHINES[0]
     (found,) = [row(machine, one) for one in CASES if one is case]
-    # Another processor may round a cost otherwise, and a decision with it.
+    # Another processor may round a cost differently, which can change a decision.
     assert _numbers(_shown(machine.name)[found[0]]) == pytest.approx(
         _numbers(found[1:]), rel=0.02, abs=0.3
     ), "scripts/simulate_policy.py --write"
