@@ -94,7 +94,7 @@ class Streaming:
 
     @property
     def text(self) -> str:
-        """User-facing clause that says how many bytes each pass reads, and how long that takes."""
+        """User-facing clause that says how many bytes each pass reads, and how long reading takes."""
         size = format_bytes(self.substitute_bytes)
         copies = f"; tokens are drafted with low-bit copies of these parts ({size})"
         return (

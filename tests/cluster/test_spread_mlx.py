@@ -48,7 +48,7 @@ def local_tokens() -> list[list[int]]:
 def test_one_worker_gives_the_same_tokens(
     workers: tuple[Worker, Worker], local_tokens: list[list[int]]
 ) -> None:
-    """Drafts make passes of several widths. The test with several machines compares plain decoding, too."""
+    """Drafts lead to passes of several widths. The test with several machines also covers plain decoding."""
     assert tokens(workers[0].address, "model") == [local_tokens]
 
 

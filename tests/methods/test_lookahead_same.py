@@ -234,7 +234,7 @@ class _TokenSampler(ExactSampler):
 
 
 class TestUnbiased:
-    """In rejection mode, window and pool depend on earlier rounds, which used separate random streams."""
+    """In rejection mode, the window and the pool depend on earlier rounds with other random streams."""
 
     @pytest.mark.parametrize(
         "window", [LookaheadWindow(1, 2, 1), LookaheadWindow(2, 2, 2), LookaheadWindow(2, 3, 2)], ids=str

@@ -88,7 +88,7 @@ class TestCache:
 
 class TestDrafts:
     def test_a_larger_vocabulary_than_the_targets(self) -> None:
-        """Tokens of the draft only are never drafted, and tokens of the target only never fail."""
+        """Tokens unique to the draft model are never drafted, and those unique to the target never fail."""
         big, small = table(1, vocab=12), table(2)
         with runtime(small, big) as pair:
             expected = pair.generate("abcab", method="none", seed=2, max_tokens=40)

@@ -173,7 +173,7 @@ class Watched:
 
 @contextmanager
 def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
-    """Wide passes and drafts cost nothing, on any machine: nothing is left out because it would not pay."""
+    """Make wide passes and drafts free, so that nothing is skipped because it would save no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1.0)))
         still: Callable[[], float] = lambda: 0.0  # noqa: E731

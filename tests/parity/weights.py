@@ -101,7 +101,7 @@ def write_renamed(path: Path, copy: Path) -> Path:
 
 
 def _rename_gguf(path: Path, ids: dict[int, int]) -> int:
-    """Names of bytes are equally long, so they change places in the file. How many tokens there are."""
+    """Rename byte tokens in place, because the names have equal lengths. Return the token count."""
     field: Any = gguf.GGUFReader(path, "r+").fields["tokenizer.ggml.tokens"]
     names = [bytes(field.parts[place]) for place in field.data]
     for old, new in ids.items():

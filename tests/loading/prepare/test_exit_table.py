@@ -19,7 +19,7 @@ def free(_: int) -> float:
 
 class TestExpectedSpeedUp:
     def test_an_example_computed_by_hand(self) -> None:
-        """One of five layers always agrees: a draft reads 15 of 55 bytes, the verify pass the other 45."""
+        """One of five layers always agrees. A draft reads 15 of 55 bytes, and the verify pass the rest."""
         only = exit_table({1: 1.0}, LAYERS, HEAD, free).best
         assert only.exit_layer == 1
         assert only.cost == pytest.approx(15 / 55)

@@ -196,7 +196,7 @@ def test_counting_replies_makes_replies_faster_if_many_drafts_fail(rate: float, 
 )
 @example([(1.0, 2), (294.0, 3), (356.0, 6)], 0.05)
 def test_loss_limit_holds_under_changing_load(replies: list[tuple[float, int]], rate: float) -> None:
-    """Measured in the slowest target step. A pass takes longer than expected if a reply begins during it."""
+    """Slowdown is measured in the slowest target step. A reply that starts mid-pass slows the pass down."""
     lost, tokens, dearest = 0.0, 0, 1.0
     for each in rounds(replies, rate, 200):
         dearest = max(dearest, each.plain)

@@ -40,7 +40,7 @@ DRAFT = ForcedDraft(TREE, frozenset({1, 4, 5}))
 
 
 class Simulation:
-    """A target that generates a given text with passes of v(width) seconds, and drafters of parts of it."""
+    """A target that generates a given text in passes of v(width) seconds, and drafters of its parts."""
 
     def __init__(self, text: list[int], curve: CostFunction) -> None:
         self.text = text
