@@ -52,7 +52,7 @@ MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
         default="auto", common=True, in_chat=("Draft model", "a model's name, auto or none")),
 })
 # fmt: on
-"""The two models, which `load` and `plan` take as positional arguments."""
+"""The target and the draft model, which `load` and `plan` take as positional arguments."""
 
 SETTINGS: Mapping[str, Option] = MappingProxyType(
     {
@@ -155,11 +155,7 @@ def as_bytes(size: str | int | None) -> int | None:
 
 
 def setting_value(name: str, given: Any) -> Any:
-    """Convert and check the value of a setting, given as a TOML value or a string.
-
-    Raises:
-        OptionError: The value is invalid.
-    """
+    """Convert and check the value of a setting, given as a TOML value or a string."""
     option = SETTINGS[name]
     several = isinstance(given, list | tuple)
     items = [

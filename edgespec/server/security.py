@@ -21,7 +21,7 @@ __all__ = ["Guard"]
 class Guard:
     """Middleware that checks the Host header, the Origin header and the API key of requests.
 
-    - If no API key is set, the Host header must name this machine. Otherwise, a web page could reach the
+    - If no API key is set, the Host header must refer to this machine. Otherwise, a web page could reach the
       server by pointing its own host name at 127.0.0.1 (DNS rebinding).
     - Requests from web pages, which have an Origin header, are rejected unless the user allowed the origin.
       CORS alone is not enough: browsers send some requests without a preflight, and generating replies to

@@ -12,8 +12,9 @@ from pathlib import Path
 __all__ = ["BUILD_FLAGS", "build_command", "chat_command", "package_version", "setup_command"]
 
 # CMake options for a build of llama-cpp-python. For weights such as F16, llamafile's matrix kernels round
-# differently than those for single tokens, so that checking a draft could change the reply. On Linux,
-# `scripts/setup` builds them nevertheless, and keeps them from such weights. Elsewhere, it uses these flags.
+# differently than those for single tokens, so checking a draft could change the reply. On Linux,
+# `scripts/setup` still builds these kernels, but disables them for such weights. On other systems, it uses
+# these flags.
 BUILD_FLAGS = "-DGGML_LLAMAFILE=OFF"
 
 

@@ -1,4 +1,4 @@
-"""Load the target and the draft model to train, or explain which version of either model is needed."""
+"""Return which drafted tokens are accepted: in each draft, those before the first wrong one."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class TrainingFolder:
             "lora": "--lora",
             "writer": "GGUF file",
         }
-        # Runs that earlier versions started have no writer. Their text came from another form of the same
+        # Runs that earlier versions started have no writer. Their text came from another version of the same
         # model, and is just as good.
         found = {"writer": settings.writer, **found}
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]

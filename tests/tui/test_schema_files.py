@@ -1,4 +1,4 @@
-"""Files that `/schema` and `--schema` must not read as a whole."""
+"""Files that `/schema` and `--schema` must not read in full."""
 
 from __future__ import annotations
 
