@@ -63,24 +63,24 @@ __all__ = [
     "worst_case",
 ]
 
-# Models that a first chat can open with, each with a remark and the kind of model to suggest instead.
+# Models that a first chat can open with, each with a remark and the kind of model to suggest in its place.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
     "demo-mlx": _TOY,
     "smollm2": ("SmolLM2 is very small and often gets facts wrong.", "larger"),
 }
-# Number of models on this machine to name on the first screen, chosen to equal that of `suggest_models`.
+# Number of models on this machine to list on the first screen, chosen to match `suggest_models`.
 _MAX_SUGGESTED = 3
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
-# If no number of tokens could be checked faster than this, with all guesses accepted, guessing cannot help.
-# The value was chosen to be that of `edgespec tune`.
+# If checking several tokens at once cannot be this much faster even with all guesses accepted, guessing
+# cannot help. The value was chosen to match that of `edgespec tune`.
 _MIN_SPEED_UP = 1.05
 # Minimum reply length in tokens for showing a speed-up. This value was chosen because shorter replies have
 # too few passes to tell whether drafting saved time.
 _MIN_TOKENS = 20
-# Replies with a lower speed-up are shown as slower. From about this value, the factor rounds to 1.0 or more.
+# Replies with a lower speed-up are shown as slower. Factors above this value round to at least 1.0.
 _SAME_SPEED = 0.95
 # Matches a command line option in text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
@@ -208,12 +208,7 @@ def is_too_short(stats: Stats | None) -> bool:
 
 
 def speed_up_text(method: MethodReport, stats: Stats | None = None) -> str:
-    """Describe drafting to the user: whether it is on, where draft tokens come from, and the speed-up.
-
-    Args:
-        method: The method report of a reply, or of the next one.
-        stats: The statistics of that reply, if there was one.
-    """
+    """Describe drafting to the user: whether it is on, the source of the draft tokens, and the speed-up."""
     if is_too_short(stats):
         method = replace(method, gain=None)
     if method.effective == "none":
@@ -296,7 +291,7 @@ def limits_speed(exactness: Exactness) -> bool:
 
 
 def welcome_line(runtime: ChatModel) -> str:
-    """Return the first line of a chat: the model, its context and where the speed-up comes from."""
+    """Return the first line of a chat: the model, its context and the source of the speed-up."""
     method = runtime.method
     in_use = method.effective.split("+")
     with_model = [each.name for each in methods() if each.runs_model and each.name in in_use]
@@ -403,7 +398,7 @@ def switched_note(
 
 
 def sharing_note(runtime: ChatModel) -> str:
-    """Return a note naming the program whose model the chat shares, or an empty string if there is none."""
+    """Return a note naming the program that shares its model with the chat. Empty if there is none."""
     from edgespec.api.sharing.client import host_of
 
     host = host_of(runtime)
@@ -629,7 +624,7 @@ def missing_draft_text(reference: str) -> str:
 
 
 def not_found_text(wanted: str) -> str:
-    """Return a note that a chat to resume was not found. `wanted` is its ID, its title or `last`."""
+    """Return a note that the chat to resume was not found. `wanted` is its ID, its title or `last`."""
     missing = "There are no saved chats yet" if wanted == "last" else f"There is no saved chat {wanted!r}"
     return f"{missing}, so this is a new chat"
 
@@ -648,7 +643,7 @@ def sentences(*texts: str) -> str:
 def in_chat(text: str) -> str:
     """Replace command line options and commands in `text` with the chat's slash commands.
 
-    The chat shows these texts as they are, so the backticks around code are removed.
+    The chat shows these texts without formatting, so the backticks around code are removed.
     """
     return _CODE.sub(r"\1", _with_commands(text))
 

@@ -345,7 +345,7 @@ class _Interpreter:
     def _pop_many(self, count: int) -> list[Any]:
         values = self._stack[len(self._stack) - count :]
         if len(values) != count:
-            raise ValueError("an instruction of the pickle lacks operands")
+            raise ValueError("a pickle instruction has too few operands")
         del self._stack[len(self._stack) - count :]
         return values
 

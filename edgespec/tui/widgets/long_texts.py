@@ -95,7 +95,7 @@ def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
 
 
 class PastedTexts:
-    """Long pasted texts, keyed by the labels that stand for them in the input.
+    """Long pasted texts, keyed by the labels that represent them in the input.
 
     They are kept until the chat ends, because undo can bring back a label.
     """
@@ -109,12 +109,7 @@ class PastedTexts:
         return len(text) > _MAX_PASTED_CHARACTERS or len(text.splitlines()) > _MAX_PASTED_LINES
 
     def fold(self, text: str, token_count: int | None) -> str:
-        """Store pasted text, and return the label that stands for it in the input.
-
-        Args:
-            text: The pasted text.
-            token_count: Its number of tokens, or None if it is unknown.
-        """
+        """Store pasted text, and return the label that represents it in the input."""
         text = _LINE_BREAK.sub("\n", text)
         size = f"{count(len(text), 'character')}" if token_count is None else count(token_count, "token")
         lines = count(len(text.splitlines()), "line")
@@ -123,7 +118,7 @@ class PastedTexts:
         return label
 
     def whole(self, text: str) -> str:
-        """Replace the labels in `text` with the pasted texts that they stand for."""
+        """Replace the labels in `text` with the pasted texts that they represent."""
         if not self._texts:
             return text
         labels = re.compile("|".join(map(re.escape, self._texts)))
