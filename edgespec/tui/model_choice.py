@@ -90,7 +90,7 @@ def references_after(first: ModelReferences, reference: str, options: LoadOption
     shown = {name: value for name, value in changed.items() if name in LOAD_SETTINGS and name != "draft"}
     for name in ("head", "mmproj"):
         value = str(shown.get(name, ""))
-        # A value without a folder can be a name.
+        # A value without a folder can be a name, so leave it unchanged.
         if os.path.dirname(value) and os.path.exists(value):
             shown[name] = os.path.abspath(value)
     return ModelReferences(lasting(reference), lasting(str(changed.get("draft", default))), shown)

@@ -244,7 +244,7 @@ class SharedModel:
         return True
 
     def close(self) -> None:
-        """Do nothing, because the other program keeps the model."""
+        """Do nothing, because the model belongs to the other program."""
 
     def lost(self) -> WorkerLostError:
         """Return the error to raise when the other program has exited."""
