@@ -198,7 +198,13 @@ def _with_changes(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> d
 
 
 class _Choice(NamedTuple):
-    """The models that a chat opens with, other than `options["target"]` and `options["draft"]`."""
+    """The models that a chat opens with, other than `options["target"]` and `options["draft"]`.
+
+    Attributes:
+        are_remembered: Whether the models come from an earlier chat.
+        changed: Load options of the chat to resume.
+        fallback_note: Why the chat opens with other models than it should. Empty if it does not.
+    """
 
     are_remembered: bool
     changed: dict[str, Any]

@@ -101,7 +101,10 @@ class WeightCache:
         return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
-        """Check all hidden files. Release those whose hash matches their name, and delete the others...."""
+        """Check all hidden files. Release those whose hash matches their name, and delete the others.
+
+        Stops early if `goes_on` returns False, or if a file cannot be read or moved.
+        """
         from edgespec.cluster.fnv1a import fnv1a
 
         with _verifying, suppress(OSError):

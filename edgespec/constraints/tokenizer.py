@@ -26,7 +26,13 @@ _MAX_SPACE_BYTES = 4
 
 
 class ConstraintTokenizer:
-    """Wraps a vocabulary with the tables that constraints need. Creating one takes up to a second."""
+    """Wraps a vocabulary with the tables that constraints need. Creating one takes up to a second.
+
+    Attributes:
+        size: Number of tokens, and the length of all masks.
+        pieces: The bytes that each token adds to a reply. Control tokens add none.
+        end_tokens: The tokens that end a reply.
+    """
 
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         """Read all tokens of a vocabulary.

@@ -18,7 +18,17 @@ _NOT_IN_JSON = frozenset({"target_step_seconds", "rounds"})
 
 
 class Round(NamedTuple):
-    """The target pass of one draft-and-verify round, recorded so that `verify` can rerun it."""
+    """The target pass of one draft-and-verify round, recorded so that `verify` can rerun it.
+
+    Attributes:
+        tokens: The tokens of the draft tree.
+        parents: The parent of each node of the draft tree, as in `TokenTree`.
+        path: The accepted nodes in order, without the root.
+        emitted: Number of emitted tokens. Fewer than `len(path) + 1` if the reply ended within the path.
+        is_shared: Whether the pass also contained tokens of other replies.
+        in_prompt_pass: Whether the logits came from the prompt's last pass, so that the round had no pass of
+            its own.
+    """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]

@@ -178,7 +178,12 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
 
 
 class _Reference(NamedTuple):
-    """Reference results for passes of one width after one context."""
+    """Reference results for passes of one width after one context.
+
+    Attributes:
+        logits: Digests of the logits at each tested position.
+        cells: Digests of the KV cells of the first n tested positions, keyed by n.
+    """
 
     logits: list[bytes]
     cells: dict[int, bytes]

@@ -65,8 +65,8 @@ __all__ = [
 # `auto` accepts bit-exact passes if their expected speed is at least this fraction of the speed of
 # unrestricted passes. The value was chosen as an acceptable price for identical replies (docs/exactness.md).
 MIN_EXACT_SPEED = 0.97
-# Pass widths to measure and compare, up to the pass over the longest draft. Wide passes were chosen more
-# sparsely.
+# `auto` pads plain decoding to wider passes only if they take at most this fraction longer. Like
+# `MIN_EXACT_SPEED`, this value was chosen as an acceptable price for identical replies.
 MAX_PADDING_LOSS = 0.03
 # Pass widths to measure and compare, up to the pass over the longest draft. They were chosen so that wide
 # passes are sampled more sparsely.

@@ -194,7 +194,15 @@ def why_no_speedup(target: Resolved, draft: Resolved | None) -> str:
 
 
 def draft_advice(budget_bytes: int | None = None) -> str:
-    """Return a clause that recommends the model that benefits most from a draft model on this machine."""
+    """Return a clause that recommends the model that benefits most from a draft model on this machine.
+
+    Args:
+        budget_bytes: Memory that edgespec may use. Defaults to the available memory.
+
+    Returns:
+        The clause, which names a quantisation if no model in the catalogue would be faster. Empty if this
+        machine has not been measured.
+    """
     form = format_of("gguf")
     machine = saved_machine_speed(form)
     if machine is None:

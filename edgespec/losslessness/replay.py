@@ -50,7 +50,20 @@ _MAX_ROWS = 64
 
 
 class Reason(StrEnum):
-    """Why a reply is wrong, as far as further replays can determine."""
+    """Why a reply is wrong, as far as further replays can determine.
+
+    Attributes:
+        REJECTED_TOKENS: Rejected draft tokens change the logits of later passes, so they were not removed
+            from the target's cache.
+        STALE_CACHE: The reply is wrong because of tokens that earlier replies left in the target's cache.
+            With an empty cache, it is correct.
+        OTHER_REPLIES: The text of another reply changes the logits, or the reply is wrong only when generated
+            together with others.
+        NOT_REPEATABLE: The same passes give different logits each time.
+        ENDING: The reply ended too early or too late.
+        NOT_REPRODUCED: Rerunning the reply's own passes yields different tokens. A drafter may have changed
+            the target's cache, or the acceptance rule may be wrong.
+    """
 
     REJECTED_TOKENS = "rejected_tokens"
     STALE_CACHE = "stale_cache"

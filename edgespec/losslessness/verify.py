@@ -456,7 +456,10 @@ class _Verification:
         return MadeReply(generated.reads, generated.reply.stats.rounds, generated.reply.tokens, sampler)
 
     def _texts_beside(self, case: Case, count: int) -> list[Sequence[int]]:
-        """Return up to `count` texts, each consisting of another prompt and its reply."""
+        """Return up to `count` texts, each consisting of another prompt and its reply.
+
+        Without other prompts, return the case's own prompt and reply.
+        """
         names = [name for name in self.tokens if name != case.prompt.name][:count] or [case.prompt.name]
         return [[*self.tokens[name], *self.plain[name, case.temperature].reply.tokens] for name in names]
 

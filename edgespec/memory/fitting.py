@@ -175,7 +175,15 @@ def _reduce(
     plan: _Plan,
     place: Callable[[PlanChoice], PlanChoice],
 ) -> PlanChoice:
-    """Return `choice` after as few reductions as necessary, or after all of them if it never fits."""
+    """Return `choice` after as few reductions as necessary, or after all of them if it never fits.
+
+    Args:
+        choice: The choice to reduce.
+        steps: The reductions to try, in order.
+        fixed: Options that must not change.
+        plan: Returns the memory plan for a choice.
+        place: Divides the model between the GPUs and main memory. Its result is what has to fit.
+    """
     placed = place(choice)
     for name, lower in steps:
         if _fits(plan, placed):

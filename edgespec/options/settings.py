@@ -155,7 +155,11 @@ def as_bytes(size: str | int | None) -> int | None:
 
 
 def setting_value(name: str, given: Any) -> Any:
-    """Convert and check the value of a setting, given as a TOML value or a string."""
+    """Convert and check the value of a setting, given as a TOML value or a string.
+
+    Raises:
+        OptionError: The value is invalid.
+    """
     option = SETTINGS[name]
     several = isinstance(given, list | tuple)
     items = [

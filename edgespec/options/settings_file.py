@@ -177,7 +177,15 @@ def quoted(text: str) -> str:
 
 
 def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str) -> ConfigurationError:
-    """Return the error for an invalid value in a settings file, with the file and line number."""
+    """Return the error for an invalid value in a settings file, with the file and line number.
+
+    Args:
+        file: The settings file.
+        text: The file's contents, which are valid TOML.
+        path: The keys of the value.
+        problem: What is wrong with the value.
+        next_step: What the user can do about it.
+    """
     line = line_number(text, path)
     where = f"{file}, line {line}" if line else str(file)
     return ConfigurationError(f"{where}: {problem}", next_step)

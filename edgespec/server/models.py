@@ -78,7 +78,14 @@ _MISSPELT_SIMILARITY = 0.7
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """The model on this machine that a request's model name refers to."""
+    """The model on this machine that a request's model name refers to.
+
+    Attributes:
+        name: The name to report in the reply: the one in the request, or that of the server's own model if
+            the request names no model on this machine.
+        reference: The reference for loading the model.
+        resolved: The model's files.
+    """
 
     name: str
     reference: str

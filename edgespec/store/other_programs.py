@@ -48,7 +48,10 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Return the LM Studio or Ollama model whose name is `path`, unless a file with this path exists...."""
+    """Return the LM Studio or Ollama model whose name is `path`, unless a file with this path exists.
+
+    LM Studio names can look like publisher/repo/file.gguf, and Ollama names like registry/owner/name:tag.
+    """
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
         return None

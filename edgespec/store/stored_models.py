@@ -36,7 +36,20 @@ _MAX_LINKED_ENTRIES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model on this machine, and the program that stores it."""
+    """A model on this machine, and the program that stores it.
+
+    Attributes:
+        store: The program that stores the model. `hub` is the Hugging Face cache, and `embedded` is edgespec
+            itself.
+        names: References to the model, shortest first. The last reference is unique.
+        path: The model's file or folder. None if the model is unusable.
+        format: Name of the model's file format.
+        problem: Why the model is unusable. Empty if it is usable.
+        adapters: Adapters that are part of the model.
+        projector: The projector (mmproj file) that is part of the model, or None.
+        unused: Names of the model's parts that edgespec does not use, such as `system prompt`.
+        sampling: Sampling settings that the program stores with the model, keyed by edgespec's names.
+    """
 
     store: Store
     names: tuple[str, ...]

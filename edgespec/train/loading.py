@@ -1,4 +1,4 @@
-"""Return which drafted tokens are accepted: in each draft, those before the first wrong one."""
+"""Load the target and the draft model to train, or explain which version of either model is needed."""
 
 from __future__ import annotations
 

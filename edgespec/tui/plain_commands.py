@@ -253,7 +253,14 @@ def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
 def _switch_model(
     chat: PlainChat, reference: str, changed: Mapping[str, Any] | None = None, *, is_other: bool = True
 ) -> None:
-    """Load another model. If loading fails or the user stops it, reload the old model."""
+    """Load another model. If loading fails or the user stops it, reload the old model.
+
+    Args:
+        chat: The chat.
+        reference: A reference to the model.
+        changed: Load options that the user has changed, or None when switching to another model.
+        is_other: Whether this is another model. If so, it keeps the options changed before that suit it.
+    """
     chat.console.note(f"Loading {reference}.")
     chat.console.interrupted.clear()
     before = chat.runtime.target

@@ -208,7 +208,12 @@ def is_too_short(stats: Stats | None) -> bool:
 
 
 def speed_up_text(method: MethodReport, stats: Stats | None = None) -> str:
-    """Describe drafting to the user: whether it is on, the source of the draft tokens, and the speed-up."""
+    """Describe drafting to the user: whether it is on, the source of the draft tokens, and the speed-up.
+
+    Args:
+        method: The method report of a reply, or of the next one.
+        stats: The statistics of that reply, if there was one.
+    """
     if is_too_short(stats):
         method = replace(method, gain=None)
     if method.effective == "none":

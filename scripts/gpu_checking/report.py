@@ -14,7 +14,11 @@ __all__ = ["read_report", "to_markdown", "write_report"]
 
 
 def read_report(path: Path, machine: Mapping[str, str]) -> dict[str, Result]:
-    """Return the results in a JSON report, keyed by step. Empty if there is no report."""
+    """Return the results in a JSON report, keyed by step. Empty if there is no report.
+
+    Raises:
+        CheckError: The report is damaged, or it is from another machine, version or kind of run.
+    """
     try:
         report = json.loads(path.read_text("utf-8"))
         results = {step["name"]: Result(**step) for step in report["steps"]}

@@ -51,7 +51,11 @@ class Pool:
     def generate(
         self, configuration: Configuration, prompt: Sequence[int], options: GenerationOptions
     ) -> Run:
-        """Generate a reply with one program. If an exception is raised, the program is stopped."""
+        """Generate a reply with one program. If an exception is raised, the program is stopped.
+
+        Raises:
+            EdgespecError: The program failed.
+        """
         peer = self._loaded.pop(configuration, None)
         try:
             if peer is None:

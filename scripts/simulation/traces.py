@@ -31,7 +31,12 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A reply, with the predictions of a draft model and of other drafters."""
+    """A reply, with the predictions of a draft model and of other drafters.
+
+    Attributes:
+        lookup: The predictions of the lookup drafter, if there is one.
+        others: The predictions of further draft models and heads, by name.
+    """
 
     name: str
     model: Trace

@@ -354,7 +354,7 @@ class WeightStream:
         except BackendError as error:
             return error
         except Exception as error:
-            # Report every error, because passes would wait forever for a reader that has ended.
+            # Report every error, because passes would otherwise wait forever for a reader that has exited.
             return BackendError(
                 f"the weights cannot be read: {error!r}",
                 "load the model again",
@@ -370,7 +370,16 @@ class WeightStream:
         return self._read - self._done < min(LAYERS_IN_MEMORY, self._count)
 
     def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
-        """Report every error, because passes would otherwise wait forever for a reader that has exited."""
+        """Prepare for a pass. If the last one was not finished, restart at the first streamed layer.
+
+        Args:
+            is_interrupted: Returns whether to stop waiting for weights.
+            layers: Number of leading layers that the pass computes, or None for all. The weights of other
+                layers are not read.
+
+        Raises:
+            BackendError: The weights cannot be read.
+        """
         self._is_interrupted, self._stopped = is_interrupted, False
         # The reader reads the layers in a cycle, which must not be empty.
         count = max(1, sum(layers is None or layer.layer < layers for layer in self._layers))

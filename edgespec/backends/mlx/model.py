@@ -297,7 +297,7 @@ class SpreadModel(MlxModel):
     """An MLX model whose layers are distributed across workers.
 
     Once a worker is lost, passes raise WorkerLostError. After an interrupt, they raise CancelledError without
-    waiting for the workers....
+    waiting for the workers.
     """
 
     why_chains_only = "only drafts without branches are supported, because its layers are on workers"

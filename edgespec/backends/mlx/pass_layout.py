@@ -43,7 +43,15 @@ class PassLayout:
         self.round_start, self.offsets = round_start, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Prepare a pass over the nodes of a tree, starting at index `first`."""
+        """Prepare a pass over the nodes of a tree, starting at index `first`.
+
+        Args:
+            round_start: Position of the root token.
+            parents: Index of each node's parent. -1 for the root.
+            depths: Depth of each node. 0 for the root.
+            first: Index of the first node in the pass. Earlier passes have already processed the nodes before
+                it.
+        """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
         self.offsets = mx.array(self.known[first:])

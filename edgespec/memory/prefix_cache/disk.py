@@ -159,7 +159,18 @@ class PrefixCacheDisk:
         return Snapshot(header["end"], data, header["start"], heads)
 
     def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
-        """Write a segment, deleting less valuable segments to make room if necessary."""
+        """Write a segment, deleting less valuable segments to make room if necessary.
+
+        Args:
+            name: See `name_of`.
+            after: Digest of the sequence before the segment.
+            tokens: The segment's tokens.
+            snapshot: The segment's KV state.
+            seconds: Time the model took to prefill the tokens.
+
+        Returns:
+            Whether the segment is now on disk.
+        """
         encoded = np.ascontiguousarray(tokens, "<i4").tobytes()
         header = {
             "identity": self._identity,

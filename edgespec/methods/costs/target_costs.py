@@ -199,7 +199,12 @@ def thread_counts(cores: int, logical_cores: int) -> tuple[int, ...]:
 
 
 def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
-    """Return the fastest thread count, or the number of physical cores if that is nearly as fast."""
+    """Return the fastest thread count, or the number of physical cores if that is nearly as fast.
+
+    Args:
+        seconds: Duration of a pass for each number of threads.
+        cores: Number of physical cores.
+    """
     best = min(seconds, key=lambda count: seconds[count])
     return best if seconds[best] * MIN_THREAD_GAIN < seconds[cores] else cores
 

@@ -154,7 +154,15 @@ def lowbit_file(prepared: PreparedModel) -> Path:
 
 
 def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
-    """Return the target's low-bit copy as a model, or None if there is no copy to draft with."""
+    """Return the target's low-bit copy as a model, or None if there is no copy to draft with.
+
+    Args:
+        target: The target whose copy to find.
+        is_named: Whether the user named the method. If not, a copy that cannot save time is ignored.
+
+    Raises:
+        ModelFileError: The user named the method, but the copy is damaged or outdated.
+    """
     form = target.file_format
     if not form.low_bit_copy_format:
         return None

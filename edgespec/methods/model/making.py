@@ -75,7 +75,15 @@ def _make_online(context: DrafterContext, draft: LanguageModel) -> Drafter:
 
 
 def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDrafter:
-    """Create the drafter that runs the target's head for a method, or explain why there is none."""
+    """Create the drafter that runs the target's head for a method, or explain why there is none.
+
+    Args:
+        context: The target and its heads.
+        name: The name of the method.
+
+    Raises:
+        EdgespecError: The user named the head or its method, and the head cannot be loaded.
+    """
     heads = {option.method: option for option in context.heads}
     option = heads.get(name)
     if option is None or option.head is None:

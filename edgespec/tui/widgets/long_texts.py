@@ -109,7 +109,12 @@ class PastedTexts:
         return len(text) > _MAX_PASTED_CHARACTERS or len(text.splitlines()) > _MAX_PASTED_LINES
 
     def fold(self, text: str, token_count: int | None) -> str:
-        """Store pasted text, and return the label that represents it in the input."""
+        """Store pasted text, and return the label that represents it in the input.
+
+        Args:
+            text: The pasted text.
+            token_count: Its number of tokens, or None if it is unknown.
+        """
         text = _LINE_BREAK.sub("\n", text)
         size = f"{count(len(text), 'character')}" if token_count is None else count(token_count, "token")
         lines = count(len(text.splitlines()), "line")
