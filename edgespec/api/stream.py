@@ -262,7 +262,7 @@ class ReplyStream:
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         if self._ended:
             return True
-        # If the start was interrupted, the session that it reserved is not known.
+        # If the start was interrupted, it is unknown which session it reserved.
         sessions = self._sessions.sessions if self._steps is None else [self._session]
         if not all(session.end(self._request, wait=wait) for session in sessions):
             return False

@@ -179,7 +179,7 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
-    """Return a table of the machines that hold the layers."""
+    """Return a table of the machines that the layers are on."""
     table = Table.grid(padding=(0, 2))
     for column in ("left", *("right",) * 7):
         table.add_column(justify="left" if column == "left" else "right")

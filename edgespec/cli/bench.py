@@ -138,7 +138,7 @@ def command(
 ) -> int:
     """Measure how much each method speeds up replies to different kinds of prompts.
 
-    The model answers every prompt without the speed-up and with each method. The order changes from prompt to
+    The model answers every prompt without drafting and with each method. The order changes from prompt to
     prompt, so that all methods are affected equally if the machine slows down. The report ends with a legend
     and a conclusion. If you press Ctrl-C, the report covers everything measured so far.
     """
@@ -374,7 +374,7 @@ def _verdict(report: BenchReport) -> str:
     ]
     if not of_all:
         return "Only replies without the speed-up were measured."
-    # A method that drafted nothing amounts to plain decoding, so any difference in speed is noise.
+    # A method that drafted nothing is effectively plain decoding, so any difference in speed is noise.
     drafting = [each for each in of_all if each.drafted_tokens]
     if not drafting:
         return "No method drafted any tokens, so none could be faster than plain decoding."

@@ -309,7 +309,7 @@ def check_draft_width(width: int, max_width: int) -> None:
 def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
-    """Return the error to raise for a KV cache of `wanted_bytes` that does not fit in memory.
+    """Return the error to raise if a KV cache of `wanted_bytes` does not fit in memory.
 
     The message suggests the largest context that fits, unless `fitting_tokens` is 0.
     """

@@ -1,4 +1,4 @@
-"""What is particular to llama.cpp: files that are not models, words, and what closing leaves."""
+"""Behaviour specific to llama.cpp: files that are not models, vocabularies, and cleanup after closing."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[..., Path]] = {
     "window": write_gemma2,
 }
 RECURRENT = ["mamba", "hybrid", "short convolution", "compressed keys"]
-# Longer than a sliding window of 16 tokens, and repetitive so that prompt lookup finds something.
+# Longer than a sliding window of 16 tokens, and repetitive so that prompt lookup finds matches.
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 3 + [5, 6, 7]
 
 
@@ -129,7 +129,7 @@ def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None
         "mamba": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "hybrid": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "short convolution": 2 * 32 * 4 * (MAX_CHECKPOINTS + 1) * 9,
-        # Of the keys for 4 tokens, of the indexer's, and of those for 128 tokens.
+        # The keys for groups of 4 tokens, the indexer's keys, and the keys for groups of 128 tokens.
         "compressed keys": (8 * 2 * 16 + 8 * 2 * 64 + 128 * 16) * 2 * 4 * (MAX_CHECKPOINTS + 9),
     }
     keys_and_values = {
@@ -227,7 +227,7 @@ def ended(stream: edgespec.ReplyStream) -> edgespec.Reply:
 def replies_of(
     target: Path, draft: Path | None, methods: Sequence[str], prompts: Sequence[Sequence[int]]
 ) -> dict[str, list[edgespec.Reply]]:
-    """Return the replies to all prompts in order, by each method, from one runtime."""
+    """Return the replies of each method to all prompts in order, from one runtime."""
     with edgespec.load(str(target), str(draft) if draft else None, context=512) as runtime:
         return {
             method: [
@@ -249,7 +249,7 @@ def replies_of(
 
 
 class TestReplies:
-    """Speculative replies equal plain ones, over turns that continue, roll back and change the prompt."""
+    """Speculative replies equal plain ones, across turns that continue, roll back and change the prompt."""
 
     PROMPTS = (PROMPT, [*PROMPT, 20, 21], [*PROMPT[:20], 30], PROMPT)
 

@@ -51,7 +51,7 @@ def stale_index(folder: Path) -> None:
 
 
 def index_of_the_original(folder: Path) -> None:
-    """The original was not quantised, and had the same layers in other files."""
+    """The index is from the original model, which was not quantised and had its layers in other files."""
     tensors = [name for name in sorted(load_file(folder / "model.safetensors")) if name.endswith(".weight")]
     write_index(folder, {f"language_model.{tensor}": OLD[i % 2] for i, tensor in enumerate(tensors)})
 

@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes with random weights, for behaviour that trained models rarely show."""
+"""Tiny GGUF files with random weights, for behaviour that trained models rarely show."""
 
 from __future__ import annotations
 
@@ -65,10 +65,13 @@ def write_llama(
 ) -> Path:
     """Write a transformer.
 
-    long_from: use LongRoPE, with other factors in contexts above this size. pooling: embed texts like this,
-    after adding the EOS token. twins: give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which
-    differ less than their rounding errors. sampling: recommended settings, such as `temp`.
-    general: other `general` keys, such as `basename`.
+    Args:
+        long_from: Use LongRoPE, with other factors in contexts above this size.
+        pooling: Pooling method for embeddings, after adding the EOS token.
+        twins: Give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which differ by less than their
+            rounding errors.
+        sampling: Recommended settings, such as `temp`.
+        general: Other `general` keys, such as `basename`.
     """
     random = np.random.default_rng(seed)
     writer = open_writer(path, architecture, layers=layers, feed_forward=feed_forward, context=context)
@@ -99,7 +102,7 @@ def write_llama(
 
 
 def write_deci(path: Path, *, layers: int, without_feed_forward: int, seed: int = 0) -> Path:
-    """Write a transformer, one of whose layers has no feed-forward block."""
+    """Write a transformer in which one layer has no feed-forward block."""
     random = np.random.default_rng(seed)
     sizes = [0 if layer == without_feed_forward else FEED_FORWARD for layer in range(layers)]
     writer = open_writer(path, "deci", layers=layers, feed_forward=sizes)
@@ -186,7 +189,7 @@ def write_gemma3(
 
 
 def write_qwen2vl(path: Path, *, seed: int, words: tuple[str, ...], layers: int) -> Path:
-    """Write a transformer whose tokens have a position for time, row and column each (M-RoPE)."""
+    """Write a transformer whose tokens have positions for time, row and column (M-RoPE)."""
     random = np.random.default_rng(seed)
     writer = open_writer(path, "qwen2vl", layers=layers, context=1024)
     writer.add_head_count(2)
@@ -220,7 +223,7 @@ def _write_gemma(
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)
     vocab = add_vocabulary(writer, words, template)
-    # The embedding is tied to the output. Without a large norm the model would only repeat its input token.
+    # The embedding is tied to the output. Without a large norm, the model would only repeat its input token.
     loud = 20 * ones(SIZE)
     tensors = {"token_embd.weight": random_weights(random, vocab, SIZE) * 4, "output_norm.weight": ones(SIZE)}
     for layer in range(layers):

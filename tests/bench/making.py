@@ -23,7 +23,7 @@ def row(
     tokens: tuple[int, ...] = tuple(range(TOKENS)),
     **counted: Any,
 ) -> Measurement:
-    """A reply that took so long for each token, and nothing for its prompt."""
+    """Return a reply with this time per token, and no time for its prompt."""
     seconds = seconds_per_token * len(tokens)
     stats = Stats(
         generated_tokens=len(tokens),

@@ -1,4 +1,4 @@
-"""Pictures of a report: in lines of text, and as PNG files that hold something."""
+"""Pictures of a report, as text and as non-empty PNG files."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ DOUBLING = (
     "{% set n = namespace(s='xxxxxxxx') %}"
     "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
 )
-# Some of these templates exceed one of two limits, depending on the machine.
+# Some of these templates exceed one limit or another, depending on the machine.
 HOSTILE = {
     "a long number": "{{ (10**5000)|string }}",
     "a huge power": "{{ 10**(10**10) }}",

@@ -1,4 +1,4 @@
-"""`edgespec bench`: tables, JSON and pictures of real replies, and what was measured before a Ctrl-C."""
+"""`edgespec bench`: tables, JSON and pictures of real replies, and partial results after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(tmp_path: Path) -> str:
 
 @pytest.fixture
 def quick(prompts: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Two prompts and eight tokens; what passes cost is measured in tests of its own."""
+    """Use two prompts and eight tokens. Other tests measure pass costs."""
     curve = CostCurve((1, 2, 4), (0.001, 0.0012, 0.002))
     monkeypatch.setattr(Runtime, "measure_costs", lambda self, progress: curve)
     return ("bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8")

@@ -1,4 +1,4 @@
-"""`edgespec verify`: the evidence of losslessness, and an exit status that tells."""
+"""`edgespec verify`: the evidence of losslessness, and a meaningful exit status."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_methods_guess_whether_or_not_it_pays(
 
 @pytest.mark.long
 def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
-    """A reply of one token leaves no room for a guess; `none` is not expected to guess."""
+    """A one-token reply has no room for a draft. `none` is not expected to draft."""
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
     result = run(*args)
     assert result.exit_code == 1
@@ -220,7 +220,7 @@ def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> No
 
 
 class Verified:
-    """Stands for the proof: remembers what was asked, and answers with a report of the test's."""
+    """Replaces `verify`. Records its arguments, and returns the test's report."""
 
     def __init__(self, parallel: int = 1, *, exact: bool = False, **found: Any) -> None:
         self.asked: dict[str, Any] = {}

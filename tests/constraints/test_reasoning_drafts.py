@@ -25,7 +25,7 @@ LETTERS = slice(ord("a") + 1, ord("z") + 2)
 
 
 def reasoning_model(seed: int) -> TabularModel:
-    """A model that writes `<think>` first, letters after it, and `</think>` after about six of them."""
+    """Return a model that writes `<think>`, then about six letters, and then `</think>`."""
     logits = np.random.default_rng(seed).normal(size=(VOCABULARY.size, VOCABULARY.size)).astype(np.float32)
     logits[:, LETTERS] += 6
     logits[PROMPT[-1], OPEN] += 30

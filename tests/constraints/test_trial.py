@@ -1,4 +1,4 @@
-"""Constraints that crash llguidance or take minutes are refused, and end nothing but the trial."""
+"""Constraints that crash llguidance or take minutes are rejected, and only stop the trial process."""
 
 from __future__ import annotations
 

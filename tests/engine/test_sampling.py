@@ -22,7 +22,7 @@ from edgespec.errors import BackendError, OptionError
 from tests.raising import raises
 
 VOCAB = 200
-# Quarters: many exact ties, and no two numbers that only rounding tells apart.
+# Multiples of a quarter give many exact ties, and no two numbers that differ only by rounding.
 quarters = st.integers(-24, 24).map(lambda n: n / 4)
 
 
@@ -62,7 +62,7 @@ histories = st.lists(st.integers(0, VOCAB + 20), max_size=12)
 
 
 def reference(row: NDArray[np.float32], params: SamplingParams, history: Sequence[int]) -> dict[int, float]:
-    """Compute the distribution in plain Python over all tokens, filters in documented order."""
+    """Compute the distribution in plain Python over all tokens, applying filters in the documented order."""
     width = len(history) if params.penalty_window < 0 else min(len(history), params.penalty_window)
     counts = Counter(history[len(history) - width :])
     logits = {}

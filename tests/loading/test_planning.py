@@ -169,7 +169,7 @@ def test_the_draft_kv_cache_is_quantised_first() -> None:
 
 
 class TestInstalledModels:
-    """LM Studio has the demo's models with fewer bits installed, and the hub cannot be reached."""
+    """The demo's models are installed in LM Studio with fewer bits, and the hub is unreachable."""
 
     @pytest.fixture(autouse=True)
     def shelf(self, own_home: Path, tmp_path: Path) -> None:

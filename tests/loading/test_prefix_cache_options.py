@@ -166,7 +166,7 @@ class TestIdentity:
         assert self.identity(options={name: STORED[name]}) != self.identity()
 
     def test_identity_depends_on_the_passes_that_computed_the_cells(self) -> None:
-        """Cells of passes that are not restricted, such as those that replies share, round differently."""
+        """Cells from unrestricted passes, such as those that replies share, round differently."""
         found = {self.identity(), self.identity(exact=True), self.identity(exact=True, fixes_threads=True)}
         assert len(found) == 3
 

@@ -1,4 +1,4 @@
-"""Verifying replies that are generated at once: rounding is measured, and bugs are faults."""
+"""Verify concurrent replies: rounding is measured, and bugs are reported as faults."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TestErrors:
     def test_the_load_of_the_machine_neither_hides_nor_causes_leaks(
         self, models: Sequence[LanguageModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The number of CPU threads follows the load of the machine. Here it changes all the time."""
+        """The number of CPU threads normally follows the machine's load. Here it changes constantly."""
         random = Random(0)
         models[0].set_max_threads(2)
         monkeypatch.setattr(ThreadCount, "update", lambda count: min(count.most, random.randint(1, 2)))

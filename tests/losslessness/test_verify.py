@@ -35,7 +35,7 @@ METHODS = ("model", "ngram", "model+ngram")
 
 
 class Rounding(TabularModel):
-    """A table whose wide passes are a little off, as quantised kernels are.
+    """A table model whose wide passes are slightly inaccurate, like quantised kernels.
 
     As in real kernels, a row depends on the width of the pass, but not on the tokens of other rows.
     """
@@ -206,7 +206,7 @@ class TestRejectionMode:
 
 
 class Learner(Saying):
-    """Guesses nothing before it has rested. lessons: how often it may rest before there is nothing left."""
+    """Drafts nothing before its first idle work. `lessons` is how often it has idle work to do."""
 
     has_idle_work = True
 
@@ -323,7 +323,7 @@ class TestOptions:
         )
         replies = count_replies(PROMPTS, **asked)
         assert replies == {"invariant": 32, "rejection": 4 + 12 + 12 * 3}[acceptance]
-        # All replies here have at most three tokens, so they take equal parts of the progress.
+        # All replies here have at most three tokens, so each is an equal part of the progress.
         assert sorted(set(fractions)) == pytest.approx([done / replies for done in range(replies + 1)])
 
 
@@ -345,7 +345,7 @@ def test_the_demo_pair(acceptance: str, every: int) -> None:
 
 
 def test_replays_use_the_sampling_settings_of_the_model(smollm2: Path) -> None:
-    """SmolLM2 comes with its own top-p, which decides some of these tokens."""
+    """SmolLM2 recommends its own top-p, which decides some of these tokens."""
     with edgespec.load(str(smollm2), "none", context=512, threads=1, exactness="off") as runtime:
         assert runtime.reply_defaults()["top_p"] == 0.9
         prompts = [prompt for prompt in read_prompts() if prompt.name in ("howto-01", "multi-turn-01")]

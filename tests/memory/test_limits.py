@@ -1,4 +1,4 @@
-"""Tests of memory figures and limits, from the system and from copies of other machines' /proc and /sys."""
+"""Memory figures and limits, from this system and from copies of other machines' /proc and /sys."""
 
 from __future__ import annotations
 

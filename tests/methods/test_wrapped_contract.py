@@ -20,7 +20,7 @@ from tests.methods.vocabularies.pieces import Pieces, speaking
 from tests.tabular import LetterVocabulary, TabularModel
 
 CONTEXT = 512
-# A table model depends on two tokens only, so no window changes its logits.
+# A table model depends only on two tokens, so no window changes its logits.
 WINDOW = AttentionWindow(4, 300)
 WIDE = AttentionWindow(4, CONTEXT)
 

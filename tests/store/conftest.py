@@ -1,4 +1,4 @@
-"""Fixtures: each test has its own home, cache and stand-in hub, and none uses the network."""
+"""Fixtures: each test has its own home, cache and fake hub, and none uses the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heads of the demo models draft well, and change no reply."""
+"""The demo models' heads draft well, and change no reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the public functions that list, find and download models."""
+"""The public functions that list, find and download models."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_models_a_little_larger_than_memory_run_from_disk(monkeypatch: pytest.Mo
     assert not models["70b-q4"].can_run
     assert fitting.speed is not None
     assert streamed.speed is not None
-    # Each pass takes as long as the disk reads what does not fit, and a wide one no longer.
+    # Each pass takes as long as reading the part that does not fit from disk, whatever its width.
     seconds = (streamed.needed_bytes - 5 * GIB) / 1e9
     assert streamed.speed.tokens_per_second == pytest.approx(1 / seconds)
     assert set(streamed.speed.pass_costs.values()) == {1.0}

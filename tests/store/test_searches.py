@@ -1,4 +1,4 @@
-"""Searches of the model stores end soon, whatever links, special files and numbers of files are in them."""
+"""Searches of the model stores end soon, whatever links, special files and numbers of files they contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures while loading, replying, saving and quitting, with a scripted runtime that fails on demand."""
+"""Failures during loading, replies, saving and quitting, with a scripted runtime that fails on demand."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 _FIND_SECONDS = 2.0
 # Timeout in seconds for a call that generates no reply. The server may have to load the model first.
 _CALL_SECONDS = 120.0
-# Timeout in seconds for a cancelled reply to end.
+# Seconds to wait for a cancelled reply to end.
 _CANCEL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # Typical length of a token in bytes, for estimates.
@@ -75,7 +75,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
 
 
 def _ask(path: Path, request: HostRequest) -> tuple[str, Connection]:
-    """Send a request. Return the host's name, which is empty if it lacks the model, and the connection.
+    """Send a request. Return the host's name (empty if it lacks the model) and the connection.
 
     Raises:
         EOFError, OSError: The program has exited, or does not answer.
@@ -106,7 +106,7 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
 
 
 def _raised(error: Exception) -> Exception:
-    """Convert an error received from a host to the one to raise. A host that is closing counts as lost."""
+    """Convert an error received from a host to the error to raise. A closing host is treated as lost."""
     return EOFError() if isinstance(error, ClosedError) else error
 
 
@@ -214,7 +214,7 @@ class SharedModel:
         return True
 
     def close(self) -> None:
-        """Do nothing, because the other program keeps the model."""
+        """Do nothing, because the model belongs to the other program."""
 
     def lost(self) -> WorkerLostError:
         """Return the error to raise when the other program has exited."""

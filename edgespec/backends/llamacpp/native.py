@@ -173,7 +173,7 @@ class ContextParams(ctypes.Structure):
 
 
 class DeviceProperties(ctypes.Structure):
-    """ggml's `ggml_backend_dev_props`. Its fields are named as there."""
+    """ggml's `ggml_backend_dev_props`, with the same field names."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),

@@ -5,8 +5,8 @@ same addresses. The stream reads the weights that stay in memory once. It reads 
 pass, a few layers ahead of the layer that llama.cpp is computing, and frees a layer's weights as soon as the
 layer is computed.
 
-With the mapping alone, the kernel drops the least recently used pages, which are those that a pass over all
-layers needs next. Each pass then reads nearly the whole file, page by page, while the processor waits. The
+With the mapping alone, the kernel evicts the least recently used pages, which are exactly those that the next
+pass needs first. Each pass then reads nearly the whole file, page by page, while the processor waits. The
 kernel also evicts other programs' cached files, and a truncated file kills the process.
 """
 
@@ -59,7 +59,8 @@ __all__ = [
 # is low, there is only the one being computed.
 LAYERS_IN_MEMORY = 3
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
-# one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
+# reading them once serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is
+# small.
 FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
@@ -106,7 +107,7 @@ class LayerRanges(NamedTuple):
 def can_stream(gpu_layers: int | None = None) -> bool:
     """Return whether this system can stream weights, which requires Linux and all layers on the CPU.
 
-    A GPU that shares main memory gives a model no more room, so a model that is streamed does not use it.
+    A GPU that shares main memory adds no memory, so streamed models do not use it.
     See `LoadOptions` for `gpu_layers`.
     """
     return sys.platform == "linux" and (
@@ -227,8 +228,8 @@ class WeightStream:
         # methods at any point, even while they acquire the lock. RLock's methods cannot be interrupted.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
-        # Number of streamed layers that passes have finished, and number that have been read. Both counts
-        # continue across passes, and a cancelled pass resets them to the start of a pass.
+        # Number of streamed layers that passes have finished, and number of layers that have been read. Both
+        # counts continue across passes. If a pass is cancelled, they are reset to the start of a pass.
         self._done = self._read = 0
         # Number of streamed layers that passes have waited for. If a pass does not wait for a layer, it may
         # compute the layer before its weights have been read.
@@ -364,8 +365,9 @@ class WeightStream:
         try:
             reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
-            # The interpreter is shutting down without the model having been closed, so no new reads can be
-            # submitted. There is no other reason, because all threads of the pool have been started.
+            # The interpreter is shutting down and the model was never closed, so no new reads can be
+            # submitted. `submit` cannot fail for any other reason, because all threads of the pool have been
+            # started.
             wait(reads)
             return BackendError("cannot read the weights, because edgespec is exiting")
         # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
@@ -376,7 +378,7 @@ class WeightStream:
         except BackendError as error:
             return error
         except Exception as error:
-            # Report every error, because passes would wait forever for a reader that has ended.
+            # Report every error, because passes would otherwise wait forever for a reader that has exited.
             return BackendError(
                 f"the weights cannot be read: {error!r}",
                 "load the model again",
@@ -423,7 +425,7 @@ class WeightStream:
         return sum(sorted(layer.size_bytes for layer in self._layers)[1 - LAYERS_IN_MEMORY :])
 
     def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
-        """Prepare for a pass. If the last one was not finished, start again at the first streamed layer.
+        """Prepare for a pass. If the last one was not finished, restart at the first streamed layer.
 
         Args:
             is_interrupted: Returns whether to stop waiting for weights.
@@ -496,8 +498,8 @@ class WeightStream:
                     self._state.wait(POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
                 self._awaited = self._done + 1
-                # After an error, the reader stops, so the last layer that it counted is the one that it could
-                # not read. If only a later layer or the next pass needs that one, the pass can continue.
+                # After an error, the reader stops, and the last layer that it counted is the one that it
+                # could not read. The pass can continue if it does not need that layer.
                 self._failed = self._error is not None and self._read <= self._awaited
             return not self._failed and not self._stopped
 
@@ -530,9 +532,9 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
 
 
 def _start_pool() -> ThreadPoolExecutor:
-    """Return a pool whose threads have all been started. Raises RuntimeError if one cannot be started.
+    """Return a pool with all threads started. Raises RuntimeError if a thread cannot be started.
 
-    Otherwise, `submit` would start them one by one, and a read would already be queued if that failed.
+    Otherwise, `submit` would start threads one by one, and a failure would leave a queued read.
     """
     pool, start = ThreadPoolExecutor(PARALLEL_READS, "edgespec-read"), threading.Barrier(PARALLEL_READS)
     try:

@@ -69,7 +69,7 @@ class TestProbe:
         np.testing.assert_array_equal(row(model, TokenTree.chain(5)), first)
         model.commit(())
         expected = row(model, TokenTree.chain(6))
-        # The cache cannot roll back, so an abandoned step clears it, and no step is prelaunched.
+        # The cache cannot roll back, so an abandoned step clears it, and no step is launched early.
         model.truncate(1)
         assert model.length == 0
         model.run_ahead(True)
@@ -189,7 +189,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
     def test_an_unsupported_quantised_cache_is_rejected(self, tmp_path: Path, kind: str) -> None:
-        # Heads of 16 are too small to share scales; attention sinks have no quantised kernel.
+        # Heads of size 16 are too small to share scales, and attention sinks have no quantised kernel.
         path = write_checkpoint(tmp_path, kind, config={} if kind == "llama" else {"head_dim": 32})
         with raises(OptionError, code="option_not_supported", option="kv_type"):
             mlx.load(str(path), kind, LoadOptions(context_tokens=64, kv_type="q8_0"))

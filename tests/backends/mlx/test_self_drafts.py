@@ -35,7 +35,7 @@ from tests.cases import covering, first
 from tests.raising import raises
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
-# Long enough for the sliding windows of the tiny models to drop rows.
+# The reply is long enough for the tiny models' sliding windows to drop rows.
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -150,7 +150,7 @@ class TestArchitectures:
 
 
 class TestDemo:
-    """Tests with the embedded model, which has 8-bit weights and twelve layers."""
+    """Tests with the bundled demo model, which has 8-bit weights and twelve layers."""
 
     @pytest.fixture(scope="class", params=["auto", pytest.param("q8_0", marks=pytest.mark.long)])
     def demo(self, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -375,7 +375,7 @@ class TestInterrupt:
 
 
 def interrupt_at(cache: Any) -> None:
-    """Raise KeyboardInterrupt right after rows were appended to a cache."""
+    """Raise KeyboardInterrupt right after rows have been appended to a cache."""
     append = cache.update_and_fetch
 
     def stopped(keys: Any, values: Any) -> None:

@@ -17,7 +17,7 @@ PLENTY = 1 << 30
 
 
 class Always(ReuseCosts):
-    """Reuse costs by which every reuse saves time, so that no test depends on the machine's speed."""
+    """Reuse costs under which every reuse saves time, so that no test depends on the machine's speed."""
 
     def __init__(self) -> None:
         super().__init__(1e-3)
@@ -37,7 +37,7 @@ def keeper(
     max_copied_bytes: int | None = None,
     heads: Sequence[HeadState] = (),
 ) -> PrefixCache:
-    """Create a prefix cache for a model, on disk too if a folder is given."""
+    """Create a prefix cache for a model, which also uses the disk if a folder is given."""
     disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
     return PrefixCache(
         model,

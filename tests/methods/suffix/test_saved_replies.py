@@ -1,4 +1,4 @@
-"""Saved replies are loaded again, stay private and bounded, and survive damaged files."""
+"""Saved replies are loaded again, stay private and limited in size, and survive damaged files."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_damage_loses_only_the_damaged_replies(
     hit = set(range((at - start) // size, (end - 1 - start) // size + 1))
     again = store(folder)
     found = [reply.tolist() for reply in again.load()]
-    # Zeros may have been overwritten with zeros, so a damaged range may leave its record intact.
+    # Zeros may have been overwritten with zeros, so a record may be intact despite being in a damaged range.
     assert [text for number, text in enumerate(texts) if number not in hit or text in found] == found
     again.add([50])
     assert kept(folder) == [*found, [50]]

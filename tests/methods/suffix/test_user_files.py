@@ -1,4 +1,4 @@
-"""The user's files as a corpus: text files, latest first, within limits, tokenized once."""
+"""The user's files as a corpus: text files, newest first, within limits, and tokenized once."""
 
 from __future__ import annotations
 

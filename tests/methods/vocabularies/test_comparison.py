@@ -1,4 +1,4 @@
-"""Comparison of vocabularies: shared tokens, the mapping that is used, and its explanation."""
+"""Vocabulary comparison: shared tokens, the mapping that is used, and its explanation."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_page_lists_every_machine_and_reply(machine: object) -> None:
 def test_page_shows_the_current_numbers(case: object) -> None:
     machine = MACHINES[0]
     (found,) = [row(machine, one) for one in CASES if one is case]
-    # Another processor may round a cost otherwise, and a decision with it.
+    # Another processor may round a cost differently, which can change a decision.
     assert _numbers(_shown(machine.name)[found[0]]) == pytest.approx(
         _numbers(found[1:]), rel=0.02, abs=0.3
     ), "scripts/simulate_policy.py --write"
