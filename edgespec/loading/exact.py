@@ -3,8 +3,8 @@
 The logits of a token can depend on the number of tokens that the model computes at once: the width of the
 pass. Widths with equal logits, bit for bit, form a class (see `bit_exactness`). Which class is best, and
 whether to repack the weights, depends on the machine: repacked weights are faster, but can have narrower
-classes. Both are chosen by expected speed. The measurements for this are taken and saved when a model is first
-loaded on a machine with a given build of the library.
+classes. Both are chosen by expected speed. The measurements for this are taken and saved when a model is
+first loaded on a machine with a given build of the library.
 """
 
 from __future__ import annotations
