@@ -98,6 +98,18 @@ int sum(__m128i v) {
 
 int sum(__m256i v) { return sum(_mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1))); }
 
+// Return sum + a * b, rounded as in llama.cpp's tiles. Those for AVX-512 multiply and add in two steps, which GCC fuses
+// and Clang does not.
+float add_product(float sum, float a, float b) {
+#if defined(CLANG_TILES) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    float product = a * b;
+    asm("" : "+x"(product));  // The compiler must not fuse it with the addition.
+    return sum + product;
+#else
+    return std::fma(a, b, sum);
+#endif
+}
+
 // Return a 16-bit element of each half of a vector, repeated in that half.
 template <int INDEX>
 __m256i repeat(__m256i v) {
@@ -137,7 +149,7 @@ float multiply_with_minimums(int n, const Block * weights, const Activations * i
         const float scaled = _cvtsh_ss(weights[i].scale) * sum(total);
         const float shift = sum(_mm_madd_epi16(pairs, minimums));
         const float product = std::fma(-_cvtsh_ss(weights[i].min_scale), shift, scaled);
-        result = std::fma(product, inputs[i].scale, result);
+        result = add_product(result, product, inputs[i].scale);
     }
     return result;
 }
@@ -175,7 +187,7 @@ float multiply_q6(int n, const BlockQ6K * weights, const Activations * inputs) {
         __m256i total = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(excess, 5));
         add_half<0>(total, weights[i], inputs[i], scales);
         add_half<1>(total, weights[i], inputs[i], scales);
-        result = std::fma(_cvtsh_ss(weights[i].scale) * sum(total), inputs[i].scale, result);
+        result = add_product(result, _cvtsh_ss(weights[i].scale) * sum(total), inputs[i].scale);
     }
     return result;
 }
