@@ -419,11 +419,12 @@ struct Attention {
         return std::pow(base, static_cast<float>(is_first ? head + 1 : 2 * (head - static_cast<int>(power)) + 1));
     }
 
-    // Return into how many parts each group is split, so that all threads finish early. Each part converts all keys and
-    // values, which takes about as long as 3 rows (chosen).
+    // Return into how many parts of at most QUERIES rows each group is split, so that all threads finish early. Each part
+    // converts all keys and values, which takes about as long as 3 rows (chosen).
     int64_t parts(int threads) const {
-        int64_t best = 1, least = INT64_MAX;
-        for (int64_t parts = (rows + QUERIES - 1) / QUERIES; parts <= std::min<int64_t>(rows, 64); ++parts) {
+        const int64_t fewest = (rows + QUERIES - 1) / QUERIES;
+        int64_t best = fewest, least = INT64_MAX;
+        for (int64_t parts = fewest; parts <= std::min<int64_t>(rows, 64); ++parts) {
             const int64_t time = (groups * parts + threads - 1) / threads * (3 + (rows + parts - 1) / parts);
             if (time < least) {
                 best = parts, least = time;
