@@ -94,12 +94,15 @@ def test_logits_are_the_same_bits_as_with_all_weights_in_memory(
     model.close()
 
 
-def test_replies_that_share_passes_share_the_experts(copy: Path, expected: list[Rows]) -> None:
-    first, second = load_slots(str(copy), "moe", replace(_STREAMED, parallel=2))
-    for model in (first, second, first):
-        assert _same(_rows(model), expected)
-    first.close()
-    second.close()
+def test_replies_that_share_passes_share_the_experts(copy: Path) -> None:
+    # Where a reply's keys are in memory can change its logits, so compare with replies in the same places.
+    rows = []
+    for options in (_OPTIONS, _STREAMED):
+        first, second = load_slots(str(copy), "moe", replace(options, parallel=2))
+        rows.append([row for model in (first, second, first) for row in _rows(model)])
+        first.close()
+        second.close()
+    assert _same(*rows)
 
 
 @pytest.mark.long
