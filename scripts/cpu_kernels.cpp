@@ -223,9 +223,9 @@ __m256 multiply_eight_q4(int n, const EightBlocksQ4K * weights, const Activation
             const __m256i total = _mm256_permutevar8x32_epi32(_mm256_hadd_epi32(rows_0, rows_4), order);
             result = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), scale, result);
             const int16_t * sums = input.sums + 4 * pair;
-            const int pair_sums = ((sums[0] + sums[1]) & 0xffff) | (sums[2] + sums[3]) << 16;
+            const uint32_t pair_sums = ((sums[0] + sums[1]) & 0xffff) | static_cast<uint32_t>(sums[2] + sums[3]) << 16;
             const __m256i minimums = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b));  // of both parts, row by row
-            const __m256i total_shift = _mm256_madd_epi16(minimums, _mm256_set1_epi32(pair_sums));
+            const __m256i total_shift = _mm256_madd_epi16(minimums, _mm256_set1_epi32(static_cast<int>(pair_sums)));
             shift = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total_shift), min_scale, shift);
         }
     }
