@@ -235,9 +235,9 @@ __m256 multiply_eight_q4(int n, const EightBlocksQ4K * weights, const Activation
             const __m256i total = _mm256_permutevar8x32_epi32(_mm256_hadd_epi32(rows_0, rows_4), order);
             result = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), scale, result);
             const int16_t * sums = input.sums + 4 * pair;
-            const int pair_sums = ((sums[0] + sums[1]) & 0xffff) | (sums[2] + sums[3]) << 16;
+            const uint32_t pair_sums = ((sums[0] + sums[1]) & 0xffff) | static_cast<uint32_t>(sums[2] + sums[3]) << 16;
             const __m256i minimums = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b));  // of both parts, row by row
-            const __m256i total_shift = _mm256_madd_epi16(minimums, _mm256_set1_epi32(pair_sums));
+            const __m256i total_shift = _mm256_madd_epi16(minimums, _mm256_set1_epi32(static_cast<int>(pair_sums)));
             shift = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total_shift), min_scale, shift);
         }
     }
@@ -431,11 +431,12 @@ struct Attention {
         return std::pow(base, static_cast<float>(is_first ? head + 1 : 2 * (head - static_cast<int>(power)) + 1));
     }
 
-    // Return into how many parts each group is split, so that all threads finish early. Each part converts all keys and
-    // values, which takes about as long as 3 rows (chosen).
+    // Return into how many parts of at most QUERIES rows each group is split, so that all threads finish early. Each part
+    // converts all keys and values, which takes about as long as 3 rows (chosen).
     int64_t parts(int threads) const {
-        int64_t best = 1, least = INT64_MAX;
-        for (int64_t parts = (rows + QUERIES - 1) / QUERIES; parts <= std::min<int64_t>(rows, 64); ++parts) {
+        const int64_t fewest = (rows + QUERIES - 1) / QUERIES;
+        int64_t best = fewest, least = INT64_MAX;
+        for (int64_t parts = fewest; parts <= std::min<int64_t>(rows, 64); ++parts) {
             const int64_t time = (groups * parts + threads - 1) / threads * (3 + (rows + parts - 1) / parts);
             if (time < least) {
                 best = parts, least = time;

@@ -115,8 +115,8 @@ class Streaming:
         if self.expert_bytes:
             return (
                 f"by estimate, {format_bytes(self.bytes_per_pass)} of experts are read from disk for every"
-                f" token, which takes about {self.seconds_per_pass:.2g} s at"
-                f" {self.disk_bytes_per_second / 1e9:.1f} GB/s"
+                f" token, which takes about {format_rate(self.seconds_per_pass)} s at"
+                f" {format_rate(self.disk_bytes_per_second / 1e9)} GB/s"
             )
         size = format_bytes(self.substitute_bytes)
         copies = f"; tokens are drafted with low-bit copies of these parts ({size})"

@@ -101,6 +101,9 @@ def attention(lib: Any, kind: Kind, first: int, count: int) -> Array:
         Kind(type=F32),
         Kind(keys=200),
         Kind(key_size=20, value_size=20, heads=2),
+        Kind(key_size=24, value_size=24),
+        # So many heads share a key that 63 tokens need more than 64 parts.
+        Kind(heads=72, key_heads=1, key_size=32, value_size=16),
     ],
 )
 @pytest.mark.parametrize("count", [1, 2, 7, 63])
