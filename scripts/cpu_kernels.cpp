@@ -281,10 +281,15 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 
-Vector & vector(float * at) { return *reinterpret_cast<Vector *>(at); }
-const Vector & vector(const float * at) { return *reinterpret_cast<const Vector *>(at); }
+Vector vector(const float * at) {
+    Vector result;
+    std::memcpy(&result, at, sizeof(result));
+    return result;
+}
+
+void store(float * at, Vector values) { std::memcpy(at, &values, sizeof(values)); }
 
 // Add a[ROWS, depth] times b[depth, columns] to COLUMNS vectors of each row of c[ROWS, columns]. Products are added one
 // by one in order of depth, as in llama.cpp's simd_gemm.
@@ -305,7 +310,7 @@ void multiply_block(float * c, const float * a, const float * b, int depth, int 
     }
     for (int row = 0; row < ROWS; ++row) {
         for (int column = 0; column < COLUMNS; ++column) {
-            vector(c + row * columns + column * LANES) = sums[row][column];
+            store(c + row * columns + column * LANES, sums[row][column]);
         }
     }
 }

@@ -66,9 +66,11 @@ class KvTypes:
 def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes:
     """Return the data types of cached keys and values for `options.kv_type`.
 
-    `auto` selects f16. llama.cpp's CPU attention has several kernels for it, which round differently.
-    Without the kernels in scripts/cpu_kernels.cpp, `auto` therefore selects bf16 keys and f16 values if
-    `options.exact` is set. For different types, llama.cpp has a single kernel, which is slower for prompts.
+    `auto` selects f16. If `options.exact` is set, it selects bf16 keys and f16 values in two cases: without
+    the kernels in scripts/cpu_kernels.cpp, because llama.cpp's own kernels for f16 round differently for
+    other pass widths, and for concurrent replies, because all of these kernels add up tiles of cells, so that
+    the cells of other replies would affect rounding. For two different types, llama.cpp has a single kernel
+    without tiles, which is slower for prompts.
 
     Args:
         options: The load options.
@@ -80,7 +82,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     if options.kv_type == "auto":
         if not options.exact or same_type or options.flash_attention == "off" or not on_cpu(options):
             return KvTypes("f16", "f16")
-        return KvTypes("f16" if cpu_kernels() else "bf16", "f16")
+        return KvTypes("f16" if cpu_kernels() and options.parallel == 1 else "bf16", "f16")
     types = parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(

@@ -66,7 +66,7 @@ _GPU_LIBRARIES = ("cuda", "vulkan")
 @cache
 def library() -> ModuleType:
     """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
-    kernels = cpu_kernels()
+    is_imported, kernels = "llama_cpp" in sys.modules, cpu_kernels()
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -77,6 +77,8 @@ def library() -> ModuleType:
     if kernels is not None:
         _connect_kernels(kernels)
     _open_log()
+    if is_imported:
+        _LOG.warning("edgespec's CPU kernels are not used, because llama_cpp was imported earlier")
     _resend_interrupts_in_callbacks()
     callback = llama_cpp.llama_log_callback(_on_line)
     _callbacks.append(callback)
@@ -94,10 +96,6 @@ def cpu_kernels() -> ctypes.CDLL | None:
     effect unless it is loaded before llama.cpp, so `library` calls this first. See scripts/cpu_kernels.cpp.
     """
     if "llama_cpp" in sys.modules:
-        _LOG.warning(
-            "llama_cpp was imported before edgespec loaded a model, so edgespec's CPU kernels are not used"
-            " and some models run more slowly; import llama_cpp later"
-        )
         return None
     package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
     for folder in (package and package.submodule_search_locations) or ():
