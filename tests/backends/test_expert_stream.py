@@ -26,7 +26,7 @@ from edgespec.backends.llamacpp.weight_stream import WeightStream, can_stream, s
 from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError
-from edgespec.memory import Streaming
+from edgespec.memory.plan import Streaming
 from edgespec.model.base import LanguageModel
 from tests.backends.contract import Rows, step, step_all, tokens_for
 from tests.backends.test_weight_stream import _OPTIONS, _memory_bytes, _rows, _same

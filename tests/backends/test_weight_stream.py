@@ -46,8 +46,8 @@ from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 from edgespec.memory.budget import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.plan import Streaming
+from edgespec.memory.pressure import MemoryPressure
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LanguageModel, LoadOptions
