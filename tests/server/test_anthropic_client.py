@@ -209,6 +209,10 @@ PARTS = [{"type": "text", "text": "ls -S"}, {"type": "text", "text": "sorts by s
     [
         ({"type": "document", "source": DOCUMENT}, "ls -S sorts by size."),
         ({"type": "document", "source": DOCUMENT, "title": "Notes"}, "Notes\nls -S sorts by size."),
+        (
+            {"type": "document", "source": DOCUMENT, "title": "Notes", "context": "From a man page."},
+            "Notes\nFrom a man page.\nls -S sorts by size.",
+        ),
         ({"type": "document", "source": {"type": "content", "content": PARTS}}, "ls -S\nsorts by size."),
         (
             {"type": "search_result", "source": "http://a.b", "title": "Man", "content": PARTS},

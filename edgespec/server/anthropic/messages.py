@@ -87,6 +87,7 @@ class ContentBlock(ItemFields):
     tool_use_id: str | None = None
     source: Any = None
     title: str | None = None
+    context: str | None = None
     content: str | _Blocks | None = None
 
 
