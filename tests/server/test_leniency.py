@@ -29,6 +29,7 @@ from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest
 from edgespec.server.settings import ServerSettings
 from tests.cases import covering
+from tests.raising import raises
 from tests.server.conftest import MESSAGES, QUESTION, running
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -103,6 +104,12 @@ def test_values_of_reply_options(path: str) -> None:
         read.pop("max_tokens", None)
         assert read == meant, given
         assert {name: type(read[name]) for name in read} == {name: type(meant[name]) for name in meant}, given
+
+
+def test_only_the_invalid_token_is_reported() -> None:
+    data = json.dumps(PROMPTS[CHAT] | {"logit_bias": {"1": 5, "x": 1}})
+    with raises(OptionError, "'x'"):
+        REQUESTS[CHAT].model_validate_json(data)
 
 
 @pytest.mark.parametrize("path", ALL)

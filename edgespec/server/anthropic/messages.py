@@ -88,7 +88,7 @@ class ContentBlock(ItemFields):
     source: Any = None
     title: str | None = None
     context: str | None = None
-    content: str | _Blocks | None = None
+    content: str | _Blocks | dict[str, Any] | None = None
 
 
 # Define an alias, because a union cannot contain an annotated type directly.
