@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from edgespec.errors import OptionError
 from edgespec.server.anthropic.messages import AnthropicMessageRequest
@@ -29,7 +29,6 @@ from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest
 from edgespec.server.settings import ServerSettings
 from tests.cases import covering
-from tests.raising import raises
 from tests.server.conftest import MESSAGES, QUESTION, running
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -108,7 +107,7 @@ def test_values_of_reply_options(path: str) -> None:
 
 def test_only_the_invalid_token_is_reported() -> None:
     data = json.dumps(PROMPTS[CHAT] | {"logit_bias": {"1": 5, "x": 1}})
-    with raises(OptionError, "'x'"):
+    with pytest.raises(ValidationError, match="'x'"):
         REQUESTS[CHAT].model_validate_json(data)
 
 
