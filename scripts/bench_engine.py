@@ -16,11 +16,13 @@ import statistics
 from collections.abc import Sequence
 from time import perf_counter as now
 
-import llama_cpp
 import numpy as np
 
 import edgespec
 from edgespec.backends.llamacpp.loading import default_threads, model_params
+from edgespec.backends.llamacpp.native import library
+
+llama_cpp = library()
 
 PROMPT = "Show me examples of `git commit`."
 

@@ -7,9 +7,8 @@
 
 Each model is loaded with `--exactness off`, `auto` and `bits`. The prompts are every third built-in prompt of
 `edgespec bench`, so that there is one of each category. All settings reply to a prompt, with plain decoding
-(`none`)
-and with `auto`, at temperature 0, before the next prompt is used. Their order changes from prompt to prompt.
-Nothing is cached between replies.
+(`none`) and with `auto`, at temperature 0, before the next prompt is used. Their order changes from prompt to
+prompt. Nothing is cached between replies.
 
 first load   seconds with an empty data folder, including the trial of the widths. The file was read before.
 next load    seconds of the second load with the same data folder

@@ -4,9 +4,8 @@
     sudo scripts/bench_larger_than_memory.py big.gguf --draft small.gguf --shares 0.75,0.55
 
 Each program runs in a new control group whose memory limit is a fraction of the size of the target's file.
-All
-replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python, which
-maps the file into memory, with flash attention and a thread for each core. Every configuration runs
+All replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python,
+which maps the file into memory, with flash attention and a thread for each core. Every configuration runs
 `--repeats` times, interleaved, and its first reply is not counted, because it includes tests of the model and
 measurements. Before each reply, the model files are removed from the page cache, because cached pages do not
 count towards the limit of a program that did not read them.

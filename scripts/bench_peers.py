@@ -44,6 +44,7 @@ from typing import Literal
 import psutil
 
 import edgespec
+from edgespec.backends.llamacpp.native import library
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, find_pair
@@ -270,9 +271,7 @@ def _features(binary: Path) -> list[str]:
 
     llama-server may have more features, because it is compared with its own best kernels.
     """
-    import llama_cpp
-
-    own = enabled_features(llama_cpp.llama_print_system_info().decode())
+    own = enabled_features(library().llama_print_system_info().decode())
     servers = binary_features(binary)
     lines = [f"llama-cpp-python {_version('llama-cpp-python')}: {' '.join(own)}"]
     if only_servers := [feature for feature in servers if feature not in own]:

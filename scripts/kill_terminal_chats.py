@@ -5,9 +5,8 @@
 
 Every run opens the chat in a pseudo-terminal, types a question and ends the program. The runs alternate
 between SIGKILL, SIGTERM, SIGHUP, SIGINT and closing the terminal. A question counts as sent once the screen
-shows that the
-reply has started. The script fails if a question that was sent is not in the saved chats, if more than two
-seconds of a reply are lost, or if the program does not end within 10 seconds.
+shows that the reply has started. The script fails if a question that was sent is not in the saved chats, if
+more than two seconds of a reply are lost, or if the program does not end within 10 seconds.
 """
 
 from __future__ import annotations

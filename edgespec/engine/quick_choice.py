@@ -35,8 +35,8 @@ _MAX_CANDIDATES = 4096
 # Minimum vocabulary size for the fast path. For smaller vocabularies, the filters are as fast as searching
 # the row.
 _MIN_VOCABULARY = 1 << 14
-# Numbers of most likely tokens to search for the nucleus and the highest-scoring token. The second number is
-# used only if the first is too small.
+# How many of the most likely tokens to search for the nucleus and the highest-scoring token. The second
+# number is used only if the first is too small.
 _NUCLEUS_SIZES = (64, 1024)
 # Log-probabilities that differ by less than this may come from equal probabilities.
 _SAME_LOG_PROB = 1e-12

@@ -1,10 +1,10 @@
 """Load a target with the passes and kernels that keep its replies identical to plain decoding.
 
-Pass widths fall into classes that agree bit for bit (see `bit_exactness`). Which class is best, and whether
-it is worthwhile to repack the weights, depend on the machine. Repacked weights are faster, but can have
-narrower
-classes. Both are chosen by expected speed, based on measurements that are taken when a model is first loaded
-on a machine with a given library build, and then saved.
+The logits of a token can depend on the number of tokens that the model computes at once: the width of the
+pass. Widths with equal logits, bit for bit, form a class (see `bit_exactness`). Which class is best, and
+whether to repack the weights, depends on the machine: repacked weights are faster, but can have narrower
+classes. Both are chosen by expected speed. The measurements for this are taken and saved when a model is
+first loaded on a machine with a given build of the library.
 """
 
 from __future__ import annotations

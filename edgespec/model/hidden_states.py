@@ -65,8 +65,7 @@ class HiddenStateLog:
         """Append the hidden states [tokens, row size] of consecutive tokens, starting at `position`.
 
         Any buffered tokens at or after `position` are dropped first. If there is a gap between the last
-        buffered
-        token and `position`, all buffered tokens are dropped.
+        buffered token and `position`, all buffered tokens are dropped.
         """
         if not self.start <= position <= self.end:
             self.start = position

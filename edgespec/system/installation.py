@@ -16,6 +16,7 @@ __all__ = ["BUILD_FLAGS", "build_command", "chat_command", "package_version", "s
 # `scripts/setup` builds them nevertheless, and keeps them from such weights with `scripts/cpu_kernels.cpp`.
 # Elsewhere, it uses these flags.
 BUILD_FLAGS = "-DGGML_LLAMAFILE=OFF"
+_SETUP = Path(__file__).resolve().parents[2] / "scripts" / "setup"
 
 
 @cache
@@ -57,9 +58,7 @@ def setup_command(packages: str = "") -> str:
     Args:
         packages: `mlx`, `mlx-cuda` or `dev`. Empty for the packages that edgespec always needs.
     """
-    source = Path(__file__).resolve().parents[2]
-    script = source / "scripts" / "setup"
-    path = str(script) if script.is_file() and Path.cwd() != source else "scripts/setup"
+    path = str(_SETUP) if _SETUP.is_file() and Path.cwd() != _SETUP.parents[1] else "scripts/setup"
     return f"{shlex.quote(path)} {packages}".rstrip()
 
 
@@ -72,4 +71,6 @@ def build_command(version: str, *flags: str) -> str:
     """
     pip = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-cache-dir", "--no-deps"]
     install = shlex.join([*pip, f"llama-cpp-python=={version}"])
-    return f'CMAKE_ARGS="{" ".join((BUILD_FLAGS, *flags))}" {install}'
+    if sys.platform != "linux" or not _SETUP.is_file():
+        flags = (BUILD_FLAGS, *flags)
+    return f'CMAKE_ARGS="{" ".join(flags)}" {install}' if flags else install

@@ -154,8 +154,8 @@ def measure_costs(
         teacher.peak_bytes()
         began = time.perf_counter()
         for _ in range(_STEPS):
-            # Time steps near the end of training, which take longest, because a head then predicts the most
-            # tokens ahead. Most steps of a training run predict as many.
+            # Measure steps near the end of training. They take longest, because a head then predicts the
+            # most tokens ahead, and most steps of a training run predict that many.
             trainer.step(batch, 0.999)
         trained = time.perf_counter()
         trainer.ranks(batch, DEPTH)

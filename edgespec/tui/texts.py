@@ -241,8 +241,8 @@ def factor_text(factor: float) -> str:
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured.
 
-    The summary is empty while `auto` does not guess, because it would only repeat under every reply what
-    `/why` explains. A rough speed-up (see `ROUGH_GAIN`) counts as measured only if it exceeds two standard
+    The summary is empty while `auto` drafts no tokens. `/why` explains the reason, which need not be repeated
+    under every reply. A rough speed-up (see `ROUGH_GAIN`) counts as measured only if it exceeds two standard
     errors. The speed-up of a very short reply never counts.
     """
     if method.effective == "none":

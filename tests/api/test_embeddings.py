@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import gguf
-import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec import RequestQueue, Runtime
 from edgespec.backends.llamacpp.loading import model_params
+from edgespec.backends.llamacpp.native import library
 from edgespec.errors import (
     BusyError,
     CancelledError,
@@ -31,6 +31,7 @@ from tests.backends.tiny_models import write_lfm2, write_llama, write_mamba
 from tests.cases import first
 from tests.raising import raises
 
+llama_cpp = library()
 # The last text needs several passes.
 TEXTS = ["How do I list files by size?", "x", "a b " * 240]
 # With the same KV types as llama-cpp-python, only the order of additions differs.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.native import cpu_kernels, library
+from edgespec.backends.llamacpp.native import ContextParams, cpu_kernels, ggml, library
 
 pytestmark = pytest.mark.skipif(
-    cpu_kernels() is None, reason="scripts/setup builds these kernels only on Linux"
+    sys.platform != "linux", reason="scripts/setup builds these kernels only on Linux"
 )
 Array = NDArray[np.float32]
 KEYS, QUERIES = 224, 100
@@ -38,21 +40,13 @@ class Kind:
 
 @pytest.fixture
 def lib() -> Any:
-    from llama_cpp.llama_cpp import _lib
-
     library()
-    _lib.ggml_init.restype = ctypes.c_void_p
-    _lib.ggml_init.argtypes = [_Memory]
-    return _lib
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+    return ggml()
 
 
 def attention(lib: Any, kind: Kind, first: int, count: int) -> Array:
     """Return the attention of `count` queries [count, heads, value_size], computed in one graph."""
-    memory = lib.ggml_init(_Memory(64 << 20, None, False))
+    memory = lib.ggml_init(ContextParams(64 << 20, None, False))
     random = np.random.default_rng(1)
 
     def tensor(values: Array, kind: int) -> ctypes.c_void_p:
@@ -144,7 +138,7 @@ def test_tokens_are_multiplied_as_among_others(lib: Any, kind: int, threads: int
     inputs = inputs_for(40)
 
     def product(first: int, count: int) -> Array:
-        memory = ctypes.c_void_p(lib.ggml_init(_Memory(64 << 20, None, False)))
+        memory = ctypes.c_void_p(lib.ggml_init(ContextParams(64 << 20, None, False)))
         create, multiply = lib.ggml_new_tensor_2d, lib.ggml_mul_mat
         for function in (create, multiply, lib.ggml_get_data, lib.ggml_new_graph):
             function.restype = ctypes.c_void_p
@@ -204,3 +198,15 @@ def test_repacked_weights_are_multiplied_as_for_four_tokens(lib: Any) -> None:
             kernels.ggml_gemv_q4_K_8x8_q8_K(WIDTH, pointer(alone), stride, *arguments)
             assert np.array_equal(alone, together[row])
             assert np.isfinite(alone).all()
+
+
+def test_the_kernels_are_not_used_if_llama_cpp_was_imported_before() -> None:
+    code = """
+import llama_cpp
+from edgespec.backends.llamacpp.context_plan import choose_kv_types
+from edgespec.backends.llamacpp.native import ContextParams, cpu_kernels, ggml, library
+assert library() is llama_cpp
+assert cpu_kernels() is None
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

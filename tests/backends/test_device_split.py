@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import accumulate
@@ -183,7 +184,15 @@ def test_a_plan_can_offload_all_layers_but_one(tmp_path: Path, monkeypatch: pyte
     assert on_gpu[0] - on_gpu[1] == first
 
 
-def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def copied_model(tmp_path: Path) -> str:
+    """A copy of the model, whose estimates are not shared with other tests."""
+    return shutil.copy(_path(), str(tmp_path))
+
+
+def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, copied_model: str
+) -> None:
     """Also without those of a GPU that shares main memory, as when a model runs from disk."""
     monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
     opened: list[int | None] = []
@@ -193,7 +202,7 @@ def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch:
         return load_skeleton(paths, gpu_layers, experts)
 
     monkeypatch.setattr(memory_estimate, "load_skeleton", record)
-    estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
+    estimator = memory_estimate.GgufMemoryEstimator(copied_model, "demo")
     for gpu_layers in (None, 0, 0, None):
         estimator.estimate(LoadOptions(context_tokens=512, gpu_layers=gpu_layers))
     estimator.close()
@@ -202,14 +211,14 @@ def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch:
 
 @pytest.mark.parametrize("gpu_layers", [None, 0, 4])
 def test_the_plan_counts_the_bytes_that_the_layout_of_amx_adds(
-    monkeypatch: pytest.MonkeyPatch, gpu_layers: int | None
+    monkeypatch: pytest.MonkeyPatch, copied_model: str, gpu_layers: int | None
 ) -> None:
     """This test makes the plan believe that llama.cpp has chosen the layout, which needs a CPU with AMX."""
     monkeypatch.setattr(memory_estimate, "has_own_memory", lambda: gpu_layers is not None)
     options = LoadOptions(context_tokens=512, gpu_layers=gpu_layers)
 
     def weights(**changed: Any) -> int:
-        estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
+        estimator = memory_estimate.GgufMemoryEstimator(copied_model, "demo")
         estimate = estimator.estimate(replace(options, **changed))
         estimator.close()
         return estimate.bytes_of("weights")

@@ -27,7 +27,7 @@ from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.memory.plan import Streaming
-from edgespec.model.base import LanguageModel
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import Rows, step, step_all, tokens_for
 from tests.backends.test_weight_stream import _OPTIONS, _memory_bytes, _rows, _same
 from tests.backends.tiny_models import write_moe
@@ -94,12 +94,16 @@ def test_logits_are_the_same_bits_as_with_all_weights_in_memory(
     model.close()
 
 
-def test_replies_that_share_passes_share_the_experts(copy: Path, expected: list[Rows]) -> None:
-    first, second = load_slots(str(copy), "moe", replace(_STREAMED, parallel=2))
-    for model in (first, second, first):
-        assert _same(_rows(model), expected)
-    first.close()
-    second.close()
+def test_replies_that_share_passes_share_the_experts(copy: Path) -> None:
+    def replies(options: LoadOptions) -> list[list[Rows]]:
+        first, second = load_slots(str(copy), "moe", replace(options, parallel=2))
+        rows = [_rows(model) for model in (first, second, first)]
+        first.close()
+        second.close()
+        return rows
+
+    for found, expected in zip(replies(_STREAMED), replies(_OPTIONS), strict=True):
+        assert _same(found, expected)
 
 
 @pytest.mark.long

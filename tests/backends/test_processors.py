@@ -1,9 +1,8 @@
 """Every backend runs an unknown logits processor correctly, with every kind of draft and rollback.
 
 The processor depends on the path: it forbids the last token, prefers tokens by the parity of the position,
-and
-discards a third of the vocabulary at each position. A backend that ignored it, a drafter that did not follow
-it, or a rollback that missed a `pop` would change the tokens.
+and discards a third of the vocabulary at each position. A backend that ignored it, a drafter that did not
+follow it, or a rollback that missed a `pop` would change the tokens.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ def test_llama_cpp_stops_using_a_layout_that_is_removed(repacked: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     (names, buffers), (names_after, buffers_after) = json.loads(done.stdout)
     assert _REPACK in buffers
-    assert names_after == [name for name in names if name != _REPACK]
+    # Loading a model also removes AMX if it does not work here.
+    assert [name for name in names_after if name != AMX] == [
+        name for name in names if name not in (_REPACK, AMX)
+    ]
     assert _REPACK not in buffers_after
     assert buffers_after
 

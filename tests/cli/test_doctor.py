@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.native import GpuLibrary
 from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.model.formats.mlx_files import mlx_installed
-from edgespec.system.installation import BUILD_FLAGS
+from edgespec.system.installation import BUILD_FLAGS, build_command
 from tests.cli.conftest import Run, json_of
 
 NO_MLX = MlxInfo(problem="not installed", is_installed=False)
@@ -142,7 +142,7 @@ _NVIDIA = InstalledGpu("NVIDIA", "NVIDIA RTX", "0000:01:00.0")
         ),
         (
             LlamaCppInfo("1.0"), "metal", (), False, "METAL",
-            f'run CMAKE_ARGS="{BUILD_FLAGS} -DGGML_METAL=on" .* llama-cpp-python==1.0$',
+            r'run CMAKE_ARGS=".*-DGGML_METAL=on" .* llama-cpp-python==1.0$',
         ),
         (
             LlamaCppInfo("1.0", gpu_library=GpuLibrary("vulkan", "libvulkan.so.1: not found")), "", (), False,
@@ -177,7 +177,17 @@ def test_amx_that_is_off_is_named_with_its_cause() -> None:
     check = _libraries(machine)[0]
     assert check.ok
     assert cause in check.finding
-    assert re.search(f'CMAKE_ARGS="{BUILD_FLAGS}" .* llama-cpp-python==1.0$', check.next_step)
+    assert re.search("CC=clang .* llama-cpp-python==1.0$", check.next_step)
+
+
+@pytest.mark.parametrize(("platform", "is_clone"), [("linux", True), ("linux", False), ("darwin", True)])
+def test_llamafile_is_built_only_where_its_kernels_are_restricted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, is_clone: bool
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    if not is_clone:
+        monkeypatch.setattr("edgespec.system.installation._SETUP", tmp_path / "setup")
+    assert (BUILD_FLAGS in build_command("1.0")) != (platform == "linux" and is_clone)
 
 
 @pytest.mark.parametrize(

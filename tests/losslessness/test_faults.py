@@ -190,12 +190,12 @@ class TestRealModel:
         assert report.rounding > 0
 
 
-@pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
-def test_batches_of_other_sizes(demo_target: Path, kv_type: str, rounds: bool) -> None:
+@pytest.mark.parametrize(("flash_attention", "rounds"), [("auto", False), ("off", True)])
+def test_batches_of_other_sizes(demo_target: Path, flash_attention: str, rounds: bool) -> None:
     """With one kernel for all widths, a cache agrees bit for bit, however a text was processed."""
     tokens = np.random.default_rng(0).integers(512, 4096, 400).tolist()
     with (
-        edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain,
+        edgespec.load(str(demo_target), "none", flash_attention=flash_attention, method="none") as plain,
         plain.borrowed_target() as target,
     ):
         whole = logit_rows(target, tokens[:380], tokens[380:])

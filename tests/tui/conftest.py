@@ -26,8 +26,7 @@ def demo(shared_runtime: edgespec.Runtime, monkeypatch: pytest.MonkeyPatch) -> L
     """Load the embedded demo pair only once, because loading takes as long as the rest of a test.
 
     `test_switching.py` and `test_speed.py` load models as the command does, and close them. Pass costs are
-    fixed,
-    because the chat shows their consequences, and measured costs depend on what else is running.
+    fixed, because the chat shows their consequences, and measured costs depend on what else is running.
     """
     monkeypatch.setattr(shared_runtime, "close", lambda: None)
     monkeypatch.setattr(edgespec.Runtime, "pass_costs", {2: 1.5, 4: 2.0, 8: 3.0})

@@ -85,7 +85,7 @@ class Tokenizer(Protocol):
 
 
 class Head(Protocol):
-    """A head that drafts for a model."""
+    """A head: a small network that drafts tokens for one particular model."""
 
     @property
     def name(self) -> str: ...

@@ -57,14 +57,14 @@ _MIN_PAGES_SHARE = 0.75
 # Number of tokens after which the counts of uses are halved, so that they follow what is being written. It
 # was chosen to be a few replies.
 _HALVED_AFTER_TOKENS = 4096
-# Read ahead only while at least this share of the predicted experts is used. It was chosen: a wrong read
-# delays the right ones by as much as a right one saves.
+# Read ahead only while at least this share of the predicted experts is used. The value was chosen because
+# reading an expert that is not used costs as much time as reading one that is used saves.
 _MIN_RIGHT_SHARE = 0.5
-# Weight of earlier predictions relative to those of the latest layer, in the share that was right. Chosen so
-# that about 100 layers count.
+# Weight of earlier predictions relative to those of the latest layer, in the share that was right. The value
+# was chosen so that about 100 layers count.
 _REMEMBERED = 0.99
-# Widest pass, in tokens, for which experts are read ahead. Wider ones use most experts of every layer, and
-# computing which would take long. Chosen.
+# Widest pass, in tokens, for which experts are read ahead. The value was chosen because wider passes use most
+# experts of every layer, and predicting which ones would take long.
 _MAX_AHEAD_TOKENS = 16
 _KIND = "experts"
 _MADV_NOHUGEPAGE = 15

@@ -88,11 +88,17 @@ def library() -> ModuleType:
 
 @cache
 def cpu_kernels() -> ctypes.CDLL | None:
-    """Return the library that replaces some of llama.cpp's CPU kernels, or None if it is not installed.
+    """Return the library that replaces some of llama.cpp's CPU kernels, or None if they are not in use.
 
-    With it, CPU attention over f16 keys and values computes a token alone exactly as among others. It must be
-    loaded before llama_cpp is imported, so `library` calls this first. See scripts/cpu_kernels.cpp.
+    With it, CPU attention over f16 keys and values computes a token alone exactly as among others. It has no
+    effect unless it is loaded before llama.cpp, so `library` calls this first. See scripts/cpu_kernels.cpp.
     """
+    if "llama_cpp" in sys.modules:
+        _LOG.warning(
+            "llama_cpp was imported before edgespec loaded a model, so edgespec's CPU kernels are not used"
+            " and some models run more slowly; import llama_cpp later"
+        )
+        return None
     package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / "lib" / f"libedgespec-kernels-{version}.so"
@@ -401,11 +407,12 @@ def library_path(llama_cpp: ModuleType, name: str) -> Path:
 
 
 def library_identity() -> tuple[list[str], str]:
-    """Return values that identify the llama.cpp build: the states of its files, and its CPU features."""
+    """Return values that identify the llama.cpp build: the states of its files, and its kernels' features."""
     lib = library()
     folder = Path(lib.__file__ or "").parent / "lib"
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     features = lib.llama_print_system_info().decode("utf-8", "replace")
+    features += " with edgespec's kernels" if cpu_kernels() else ""
     return [file_state(file) for file in files if file.is_file()], features
 
 

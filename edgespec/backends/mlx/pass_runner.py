@@ -106,7 +106,7 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def _forward_recorded(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Run the whole model. Return the logits, and the hidden states if any log is open."""
+        """Run the whole model. Return the logits, and the hidden states if they are being recorded."""
         recorder = self.recorder
         if recorder is None or not recorder.states:
             return self._forward(tokens), None

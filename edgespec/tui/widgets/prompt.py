@@ -200,7 +200,7 @@ class PromptInput(TextArea):
 
     @property
     def is_in_block(self) -> bool:
-        """Whether the text starts with triple quotes, as in Ollama's chat, and they are not closed yet."""
+        """Whether the text starts with triple quotes that have not been closed yet, as in Ollama's chat."""
         return self.text.startswith(QUOTES) and not ends_block(self.text.rstrip().split("\n"))
 
     async def _on_paste(self, event: events.Paste) -> None:
