@@ -295,7 +295,8 @@ class ToolSupport:
 
     def __init__(self, template: str, form: CallForm) -> None:
         self._form = form
-        self._shows_tools = bool(re.search(r"\b(?:xml_)?tools\b", template))
+        # Phi 4 mini's template reads `tools` only from a message, where no program puts them.
+        self._shows_tools = bool(re.search(r"(?<![.'\"])\b(?:xml_)?tools\b", template))
         self._shows_calls = "tool_calls" in template
         # Llama 3's and gpt-oss's templates show only the first call of a message.
         self._shows_one_call = "tool_calls[0]" in template and not re.search(

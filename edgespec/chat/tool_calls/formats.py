@@ -589,6 +589,7 @@ def _quoted(text: str) -> str:
 # without tool calls.
 HERMES = _JsonForm(("<tool_call>",), ("</tool_call>",), ("<tool_call>\n{", "}\n</tool_call>"))
 
+_PHI = _JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>"))
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -744,10 +745,9 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of Nemotron Nano 2.
     (("<TOOLCALL>",), _JsonForm(("<TOOLCALL>",), ("</TOOLCALL>",), ("<TOOLCALL>[{", "}]</TOOLCALL>"))),
     # The format of Phi 4 mini.
-    (
-        ("<|tool_call|>", "<|/tool_call|>"),
-        _JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>")),
-    ),
+    (("<|tool_call|>", "<|/tool_call|>"), _PHI),
+    # Phi 4 mini's own template names only the markers around the tools.
+    (("<|tool|>", "<|/tool|>"), _PHI),
     # The format of Granite 3.
     (("<|tool_call|>",), _JsonForm(("<|tool_call|>", "<tool_call>"), (), ("<|tool_call|>[{", "}]"))),
     # The formats of DeepSeek V3.2 and V4.
