@@ -10,7 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 from edgespec.chat.message import Message, Role
 from edgespec.chat.saved_chat import MAX_SAVED_BYTES, MessageTree, SavedChat, chat_from_json, in_utc
 from edgespec.errors import ChatFileError
+from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.system.files import error_reason, regular_file_bytes
 
 __all__ = ["ExportedChats", "ItemTooLargeError", "json_items"]
@@ -230,12 +231,25 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
         raise OSError("the ZIP file is damaged or encrypted") from error
 
 
+def _without_machine_options(chat: SavedChat, left_out: Counter[str]) -> SavedChat:
+    """Return the chat without the load options that are not in the chat's settings form.
+
+    Options such as `threads` suit only the machine that the chat comes from. Others must not come from
+    another person's file: `workers` sends the conversation to other machines, and `trust` loads files
+    without a test.
+    """
+    models, known = chat.models, LOAD_OPTIONS
+    kept = {name: value for name, value in models.options.items() if name in known and known[name].in_chat}
+    left_out["load options of another machine"] += len(models.options) - len(kept)
+    return replace(chat, models=models._replace(options=kept))
+
+
 def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
     """Convert a chat in any known format. Raises ValueError or ChatFileError if the format is unknown."""
     if not isinstance(item, dict):
         raise ValueError("a chat in the file is not a JSON object")
     if "version" in item and "created" in item:
-        return chat_from_json(item)
+        return _without_machine_options(chat_from_json(item), left_out)
     if isinstance(item.get("mapping"), dict):
         nodes = {key: _chatgpt_node(node, left_out) for key, node in item["mapping"].items()}
         tip, title, times = item.get("current_node"), item.get("title"), ("create_time", "update_time")

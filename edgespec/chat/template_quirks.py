@@ -295,7 +295,8 @@ class ToolSupport:
 
     def __init__(self, template: str, form: CallForm) -> None:
         self._form = form
-        self._shows_tools = bool(re.search(r"\b(?:xml_)?tools\b", template))
+        # Phi 4 mini's template reads `tools` only from a message, where no program puts them.
+        self._shows_tools = bool(re.search(r"(?<![.'\"])\b(?:xml_)?tools\b", template))
         self._shows_calls = "tool_calls" in template
         # Llama 3's and gpt-oss's templates show only the first call of a message.
         self._shows_one_call = "tool_calls[0]" in template and not re.search(
@@ -342,24 +343,26 @@ class ToolSupport:
 
 
 def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Split replies with several calls, so that each call is followed by its own result."""
+    """Split replies with several calls, so that each call is followed by its own result, if it has one."""
     changed: list[Message] = []
-    for is_result, group in groupby(messages, key=lambda message: message.role == "tool"):
-        neighbours = list(group)
-        calls = changed[-1].tool_calls if changed else ()
-        if not is_result or len(calls) < 2:
-            changed += neighbours
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if len(message.tool_calls) < 2:
+            changed.append(message)
             continue
-        whole = changed.pop()
-        for number, call in enumerate(calls):
-            begin = whole if number == 0 else Message("assistant", "")
+        results = list(takewhile(lambda each: each.role == "tool", messages[place:]))
+        place += len(results)
+        for number, call in enumerate(message.tool_calls):
+            begin = message if number == 0 else Message("assistant", "")
             changed.append(replace(begin, tool_calls=(call,)))
             # Results without ids are in the order of the calls.
-            own = next((each for each in neighbours if each.tool_call_id == call.id), None)
-            if own or (neighbours and not neighbours[0].tool_call_id):
-                changed.append(own or neighbours[0])
-                neighbours.remove(changed[-1])
-        changed += neighbours
+            own = next((each for each in results if each.tool_call_id == call.id), None)
+            if own or (results and not results[0].tool_call_id):
+                changed.append(own or results[0])
+                results.remove(changed[-1])
+        changed += results
     return changed
 
 

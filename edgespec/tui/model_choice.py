@@ -44,6 +44,8 @@ _DRAFTERS = ("draft", "head")
 _SAVED: Mapping[str, Option] = {**ALL_LOAD_SETTINGS, "methods": LOAD_OPTIONS["methods"]}
 # The options whose values name files.
 _FILES = ("head", "mmproj", "adapter", "corpus")
+# The values of these options that name no file.
+_WORDS = ("auto", "none")
 # In saved chats, this value stands for an option's own default, as in `/set parallel default`.
 _OWN_DEFAULT = "default"
 
@@ -116,18 +118,20 @@ def _saved_value(name: str, value: Any) -> Setting:
     if value is None or value == ():
         return _OWN_DEFAULT
     if name == "adapter":
-        return [f"{_absolute(path)}={scale}" for path, scale in value]
+        return [f"{_absolute(name, path)}={scale}" for path, scale in value]
     if name == "methods":
         return list(value)
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    saved: Setting = _absolute(value) if name in _FILES else value
+    saved: Setting = _absolute(name, value) if name in _FILES else value
     return saved
 
 
-def _absolute(path: str) -> str:
-    # A value without a folder can be a name.
-    return os.path.abspath(path) if os.path.dirname(path) and os.path.exists(path) else path
+def _absolute(option: str, path: str) -> str:
+    if path in _WORDS or not os.path.exists(path):
+        return path
+    # The value of `head` can be a name if it has no folder.
+    return os.path.abspath(path) if os.path.dirname(path) or option != "head" else path
 
 
 def lasting(reference: str) -> str:
@@ -206,7 +210,7 @@ def models_here(models: ModelReferences) -> ModelReferences | None:
 
 def _is_file_here(name: str, value: Setting) -> bool:
     """Return whether the files that a saved load option names are on this machine."""
-    if name not in _FILES or value in ("auto", "none", _OWN_DEFAULT):
+    if name not in _FILES or value in (*_WORDS, _OWN_DEFAULT):
         return True
     if name == "head":
         from edgespec.store.heads import resolve_head

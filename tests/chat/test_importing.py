@@ -27,7 +27,7 @@ from edgespec.chat.exporting import (
 )
 from edgespec.chat.importing import ExportedChats, ItemTooLargeError, json_items
 from edgespec.chat.message import AttachedFile, Message
-from edgespec.chat.saved_chat import MAX_CHAT_BYTES, MessageTree, SavedChat
+from edgespec.chat.saved_chat import MAX_CHAT_BYTES, MessageTree, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError, OptionError
@@ -169,6 +169,16 @@ def test_a_chat_exported_as_json_is_imported_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     path.write_text(as_json(chat), "utf-8")
     assert list(ExportedChats(path)) == [chat]
+
+
+def test_a_file_cannot_choose_where_a_chat_runs(tmp_path: Path) -> None:
+    tree = MessageTree.linear([Message("user", "Q"), Message("assistant", "A")])
+    models = ModelReferences("demo", "none", {"context": 512, "workers": "evil.example:1", "trust": True})
+    path = tmp_path / "chat.json"
+    path.write_text(as_json(SavedChat("", tree, NOON, NOON, models=models)), "utf-8")
+    chats = ExportedChats(path)
+    assert [chat.models for chat in chats] == [ModelReferences("demo", "none", {"context": 512})]
+    assert chats.left_out == {"load options of another machine": 2}
 
 
 def test_a_zip_file_is_read(tmp_path: Path) -> None:

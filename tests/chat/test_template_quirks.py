@@ -214,6 +214,10 @@ def test_a_template_can_change_the_text(render: Render, body: str, prompt: str) 
             loop(ONE_CALL), [USER, CALLS, NOON, MORE],
             "[user]Hello[assistant](now)[tool]noon![assistant](who)[user]And now?",
         ),
+        (
+            loop(ONE_CALL), [USER, CALLS, MORE],
+            "[user]Hello[assistant](now)[assistant](who)[user]And now?",
+        ),
         # Replies without text, which Mistral's templates reject.
         (loop(NO_EMPTY_REPLIES + CONTENT), [USER, EMPTY, MORE], "[user]Hello[user]And now?"),
         (loop(ALTERNATE + NO_EMPTY_REPLIES + CONTENT), [USER, EMPTY, MORE], "[user]Hello\n\nAnd now?"),

@@ -114,7 +114,8 @@ class TestRollback:
         assert wrong() > 0
         assert report.faults > 0
         assert report.rounding == 0
-        assert reasons(report) == {Reason.REJECTED_TOKENS}
+        # A replay rejects other tokens, so it can also be wrong in another way.
+        assert Reason.REJECTED_TOKENS in reasons(report) <= {Reason.REJECTED_TOKENS, Reason.NOT_REPRODUCED}
 
 
 def test_a_drafter_that_writes_into_the_cache(chains: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

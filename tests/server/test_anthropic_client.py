@@ -209,6 +209,10 @@ PARTS = [{"type": "text", "text": "ls -S"}, {"type": "text", "text": "sorts by s
     [
         ({"type": "document", "source": DOCUMENT}, "ls -S sorts by size."),
         ({"type": "document", "source": DOCUMENT, "title": "Notes"}, "Notes\nls -S sorts by size."),
+        (
+            {"type": "document", "source": DOCUMENT, "title": "Notes", "context": "From a man page."},
+            "Notes\nFrom a man page.\nls -S sorts by size.",
+        ),
         ({"type": "document", "source": {"type": "content", "content": PARTS}}, "ls -S\nsorts by size."),
         (
             {"type": "search_result", "source": "http://a.b", "title": "Man", "content": PARTS},
@@ -232,6 +236,18 @@ def test_documents_are_read_as_text(
         return reply.json()["input_tokens"]
 
     assert count([block]) == count([{"type": "text", "text": text}])
+
+
+@pytest.mark.parametrize(
+    "content", [[], {"type": "web_search_tool_result_error", "error_code": "unavailable"}]
+)
+def test_results_of_tools_of_anthropics_servers_are_skipped(http: httpx.Client, content: Any) -> None:
+    result = {"type": "web_search_tool_result", "tool_use_id": "a", "content": content}
+    reply = {"role": "assistant", "content": [result, {"type": "text", "text": "With ls."}]}
+    body = {"max_tokens": 2, "messages": [*MESSAGES, reply, *MESSAGES]}
+    answer = http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["edgespec"]["ignored_fields"] == ["messages.1.content.0"]
 
 
 def test_other_documents_are_refused(http: httpx.Client) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from edgespec.errors import OptionError
 from edgespec.server.anthropic.messages import AnthropicMessageRequest
@@ -103,6 +103,12 @@ def test_values_of_reply_options(path: str) -> None:
         read.pop("max_tokens", None)
         assert read == meant, given
         assert {name: type(read[name]) for name in read} == {name: type(meant[name]) for name in meant}, given
+
+
+def test_only_the_invalid_token_is_reported() -> None:
+    data = json.dumps(PROMPTS[CHAT] | {"logit_bias": {"1": 5, "x": 1}})
+    with pytest.raises(ValidationError, match="'x'"):
+        REQUESTS[CHAT].model_validate_json(data)
 
 
 @pytest.mark.parametrize("path", ALL)

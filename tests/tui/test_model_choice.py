@@ -255,6 +255,18 @@ def test_a_saved_chat_keeps_each_load_option(name: str, tmp_path: Path) -> None:
         assert load_options_of(read) == {"draft": "auto", **changed}
 
 
+@pytest.mark.parametrize("name", ["mmproj", "adapter", "corpus"])
+def test_a_file_in_the_current_folder_is_found_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.gguf").touch()
+    options = LoadOptions.of({}, with_load_setting({}, name, "file.gguf"), is_other=False)
+    models = references_after(ModelReferences("demo"), "demo", options)
+    monkeypatch.chdir("/")
+    assert models_here(models) == models
+
+
 def test_methods_that_were_loaded_for_a_chat_are_kept() -> None:
     options = LoadOptions.of({}, {"methods": ("lookahead",)}, is_other=False)
     models = references_after(ModelReferences("demo"), "demo", options)

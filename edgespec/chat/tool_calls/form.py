@@ -28,6 +28,7 @@ __all__ = [
     "Wait",
     "read_arguments_object",
     "read_closes",
+    "read_opens",
 ]
 
 MAX_NAME_CHARACTERS = 256
@@ -192,6 +193,16 @@ def read_arguments_object(reader: TextReader, write: Callable[[str], None]) -> W
     return True
 
 
+def read_opens(reader: TextReader, opens: tuple[str, ...]) -> Wait[None]:
+    """Read the markers before a call that follow its first marker. Some may be missing."""
+    yield from reader.space()
+    # Limit their number, because a model may repeat a marker forever, and each of them may begin a call.
+    for _ in opens:
+        if not (yield from reader.literal(*opens)):
+            break
+        yield from reader.space()
+
+
 def read_closes(reader: TextReader, closes: tuple[str, ...]) -> Wait[None]:
     """Read the closing markers after calls. They are optional, because small models forget them."""
     yield from reader.space()
@@ -236,7 +247,7 @@ class TextReader:
         while True:
             matching = [each for each in literals if self.text.startswith(each, self.at)]
             longest = max(matching, key=len, default="")
-            rest = self.text[self.at :]
+            rest = self.text[self.at : self.at + max(map(len, literals))]
             undecided = any(len(rest) < len(each) and each.startswith(rest) for each in literals)
             if self.ended or not undecided:
                 self.at += len(longest)
@@ -250,8 +261,9 @@ class TextReader:
             The text, or None if none of the literals follows within `max_characters`.
         """
         while True:
-            found = [at for at in (self.text.find(each, self.at) for each in literals) if at >= 0]
-            if found and min(found) - self.at <= max_characters:
+            ends = [(each, self.at + max_characters + len(each)) for each in literals]
+            found = [at for at in (self.text.find(each, self.at, end) for each, end in ends) if at >= 0]
+            if found:
                 start, self.at = self.at, min(found)
                 return self.text[start : self.at]
             if self.ended or len(self.text) - self.at > max_characters + max(map(len, literals)):

@@ -13,6 +13,7 @@ import ast
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from edgespec.chat.tool_calls.form import (
     Wait,
     read_arguments_object,
     read_closes,
+    read_opens,
 )
 
 __all__ = ["HERMES", "call_form"]
@@ -41,7 +43,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 # Python's spellings of JSON values, which some templates use.
 _PYTHON_VALUES = {"True": "true", "False": "false", "None": "null"}
 # Matches the names of tools and arguments that are not in quotes.
-_NAME = re.compile(r"[\w.:/-]+")
+_NAME = re.compile(r"[^\s\"'`()\[\]{}<>,=|]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null", re.ASCII)
 # Matches the escapes in texts of Python and JSON.
 _LITERAL_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[^xuU])", re.DOTALL)
@@ -185,7 +187,7 @@ class _NamedForm:
     reasoning_ends: tuple[str, ...] = ()
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
-        yield from read_closes(reader, self.opens)
+        yield from read_opens(reader, self.opens)
         header = yield from reader.until(self.separators, MAX_NAME_CHARACTERS)
         found = re.fullmatch(self.header, header.strip()) if header else None
         if not found or not writer.begin(found[1]):
@@ -244,7 +246,7 @@ class _TaggedForm:
         return (*self.opens, *self.key, *values, self.call_end, *self.closes, *self.control_tokens)
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
-        yield from read_closes(reader, self.opens)
+        yield from read_opens(reader, self.opens)
         key_open, key_end = self.key
         name = yield from reader.until((self.name_end, key_open, self.call_end), MAX_NAME_CHARACTERS)
         if name is None or not writer.begin(name.strip()):
@@ -511,7 +513,9 @@ def _is_text(schema: Any) -> bool:
 
 def _choices(schema: Mapping[str, Any]) -> Sequence[str]:
     """Return the texts that a schema of text allows, or an empty sequence if it allows others too."""
-    return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    # Schemas of optional values also list null, which is not text.
+    return [value for value in values if isinstance(value, str)]
 
 
 def _with_definitions(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -545,7 +549,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         with suppress(SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
             candidate = _json_of_literal(candidate)
     try:
-        found = _JSON_TYPES[type(json.loads(candidate))]
+        found = _JSON_TYPES[type(_parsed(candidate))]
     except (ValueError, RecursionError):
         found = frozenset()
     return candidate if found and (found & types or not types) else f'"{_quoted(text)}"'
@@ -559,9 +563,22 @@ def _json_of_literal(text: str) -> str:
         TypeError: JSON cannot represent the literal.
     """
     with suppress(ValueError):
-        json.loads(text)
+        _parsed(text)
         return text
-    return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    with warnings.catch_warnings():
+        # Python prints a warning about unknown escapes, such as those in paths on Windows.
+        warnings.simplefilter("ignore")
+        literal = ast.literal_eval(text)
+    return json.dumps(literal, ensure_ascii=False, allow_nan=False)
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of JSON text. Raises ValueError for other text, and for `NaN` and `Infinity`."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def _quoted(text: str) -> str:
@@ -572,6 +589,7 @@ def _quoted(text: str) -> str:
 # without tool calls.
 HERMES = _JsonForm(("<tool_call>",), ("</tool_call>",), ("<tool_call>\n{", "}\n</tool_call>"))
 
+_PHI = _JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>"))
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -727,10 +745,9 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of Nemotron Nano 2.
     (("<TOOLCALL>",), _JsonForm(("<TOOLCALL>",), ("</TOOLCALL>",), ("<TOOLCALL>[{", "}]</TOOLCALL>"))),
     # The format of Phi 4 mini.
-    (
-        ("<|tool_call|>", "<|/tool_call|>"),
-        _JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>")),
-    ),
+    (("<|tool_call|>", "<|/tool_call|>"), _PHI),
+    # Phi 4 mini's own template names only the markers around the tools.
+    (("<|tool|>", "<|/tool|>"), _PHI),
     # The format of Granite 3.
     (("<|tool_call|>",), _JsonForm(("<|tool_call|>", "<tool_call>"), (), ("<|tool_call|>[{", "}]"))),
     # The formats of DeepSeek V3.2 and V4.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from edgespec.chat.reasoning import MIN_CUT_CHARACTERS
@@ -12,6 +13,10 @@ from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.form import SPACE, CallForm, CallWriter, TextReader, Wait
 
 __all__ = ["CallSyntax", "ParsedText", "ToolCallParser"]
+
+# Number of characters to parse at a time. Parsing a long reply all at once would take quadratic time, because
+# the text after a marker is copied and searched again. The number was chosen.
+_PART_CHARACTERS = 4096
 
 
 class ParsedText(NamedTuple):
@@ -89,7 +94,7 @@ class ToolCallParser:
         self._text: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._writer = CallWriter(
-            self._reader, schemas, new_id, self._report, known_tools_only=calls_or_answer
+            self._reader, schemas, new_id, self._deltas.append, known_tools_only=calls_or_answer
         )
         self._parsing = self._parse()
         # Whether a marker has started a call, and whether to drop the call because the reply was truncated.
@@ -105,8 +110,7 @@ class ToolCallParser:
 
     def feed(self, text: str) -> ParsedText:
         """Add answer text, and return all text and parts of calls that can be distinguished so far."""
-        self._reader.text += text
-        next(self._parsing, None)
+        self._read(text)
         return self._drain()
 
     def finish(self, text: str = "", *, cut: bool = False) -> ParsedText:
@@ -118,8 +122,7 @@ class ToolCallParser:
                 is omitted, because it is not text for the user.
         """
         reader = self._reader
-        reader.text += text
-        next(self._parsing, None)
+        self._read(text)
         if cut and self._in_call:
             self._drops_rest = True
         elif (
@@ -132,17 +135,20 @@ class ToolCallParser:
         next(self._parsing, None)
         return self._drain()
 
+    def _read(self, text: str) -> None:
+        for start in range(0, len(text) or 1, _PART_CHARACTERS):
+            self._reader.text += text[start : start + _PART_CHARACTERS]
+            next(self._parsing, None)
+
     def _drain(self) -> ParsedText:
-        parsed = ParsedText("".join(self._text), tuple(self._deltas))
+        calls = []
+        for _, group in groupby(self._deltas, key=lambda delta: delta.index):
+            parts = list(group)
+            calls.append(replace(parts[0], arguments="".join(part.arguments for part in parts)))
+        parsed = ParsedText("".join(self._text), tuple(calls))
         self._text.clear()
         self._deltas.clear()
         return parsed
-
-    def _report(self, delta: ToolCallDelta) -> None:
-        if self._deltas and self._deltas[-1].index == delta.index:
-            last = self._deltas.pop()
-            delta = ToolCallDelta(delta.index, last.id, last.name, last.arguments + delta.arguments)
-        self._deltas.append(delta)
 
     def _parse(self) -> Wait[None]:
         reader, writer = self._reader, self._writer

@@ -87,7 +87,8 @@ class ContentBlock(ItemFields):
     tool_use_id: str | None = None
     source: Any = None
     title: str | None = None
-    content: str | _Blocks | None = None
+    context: str | None = None
+    content: str | _Blocks | dict[str, Any] | None = None
 
 
 # Define an alias, because a union cannot contain an annotated type directly.

@@ -183,9 +183,10 @@ def is_text(part: Any) -> bool:
 
 
 def _document(part: Any) -> str | None:
-    """Return the text of Anthropic's documents and search results, with their title, or None for other parts.
+    """Return the text of Anthropic's documents and search results, or None for other parts.
 
-    Documents can also be PDF files or links, which are not text.
+    It begins with the title, and the document's context or the search result's address. Documents can also be
+    PDF files or links, which are not text.
     """
     kind, source = _kind(part), _field(part, "source")
     content = None
@@ -198,7 +199,7 @@ def _document(part: Any) -> str | None:
         isinstance(each, str) or _kind(each) == "text" for each in texts
     ):
         return None
-    heading = [_field(part, "title"), source if kind == "search_result" else None]
+    heading = [_field(part, "title"), source if kind == "search_result" else _field(part, "context")]
     body = [each if isinstance(each, str) else _field(each, "text") for each in texts]
     return "\n".join(each for each in (*heading, *body) if isinstance(each, str) and each)
 

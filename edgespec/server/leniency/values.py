@@ -138,11 +138,14 @@ def token_biases(value: Any) -> Any:
         if not all(type(token) is int for token, _ in value):
             return value
         return {token: -math.inf if bias is False else _bias(bias) for token, bias in value}
-    if isinstance(value, dict) and all(
-        isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 for key in value
-    ):
-        return {int(key): _bias(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        return {_token_id(key): _bias(item) for key, item in value.items()}
     return value
+
+
+def _token_id(key: Any) -> Any:
+    is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10
+    return int(key) if is_id else key
 
 
 def _bias(value: Any) -> Any:

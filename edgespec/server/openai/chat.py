@@ -57,7 +57,7 @@ _READ_FIELDS = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),
     "image": ("source",),
-    "document": ("source", "title"),
+    "document": ("source", "title", "context"),
     "search_result": ("source", "title", "content"),
 }
 

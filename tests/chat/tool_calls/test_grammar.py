@@ -158,6 +158,14 @@ def test_only_strict_tools_refuse_schemas_that_cannot_be_enforced() -> None:
     assert "uniqueItems" in LLMatcher(LLTokenizer("byte"), strict, log_level=0).get_error()
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_choices_of_text_can_include_null(name: str) -> None:
+    schemas = {"f": {"properties": {"a": {"type": "string", "enum": ["x", None]}}, "required": ["a"]}}
+    grammar = required_grammar(FORMS[name], ToolSet((), schemas, ("f",)), no_control_tokens)
+    _, (call,) = parse(FORMS[name], random_reply(grammar, 1))
+    assert json.loads(call.arguments) == {"a": "x"}
+
+
 # Its property `name` also occurs in calls that are JSON objects, and it refers to a definition.
 ANSWER: dict[str, Any] = {
     "type": "object",

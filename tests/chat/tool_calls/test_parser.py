@@ -210,6 +210,12 @@ def test_what_is_no_call_stays_text(name: str, reply: str) -> None:
     assert parse(FORMS[name], *reply) == (reply, ())
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_marker_that_is_repeated_forever_takes_linear_time(name: str) -> None:
+    reply = FORMS[name].opens[0] * 4000
+    assert parse(FORMS[name], reply) == (reply, ())
+
+
 def test_text_after_a_failed_call_can_contain_another() -> None:
     failed = "<tool_call>oops <tool_call>{broken</tool_call>"
     text, calls = parse(FORMS["qwen3"], failed + FAMILIES["qwen3"].call)
@@ -257,6 +263,8 @@ def test_the_schema_decides_what_tagged_values_are() -> None:
         ("{1, 2}", "{1, 2}"),
         ("[" * 10_000, "[" * 10_000),
         ("(1, 2)", "(1, 2)"),
+        ("NaN", "NaN"),
+        ("[Infinity]", "[Infinity]"),
     ],
 )
 def test_tagged_lists_and_objects_can_be_python(written: str, value: object) -> None:
@@ -282,6 +290,11 @@ def test_arguments_written_in_python(written: str, value: object) -> None:
     text, calls = parse(FORMS["lfm2"], *f"<|tool_call_start|>[f(a={written}, b = 1)]<|tool_call_end|>")
     assert (text, [call.name for call in calls]) == ("", ["f"])
     assert json.loads(calls[0].arguments) == {"a": value, "b": 1}
+
+
+def test_names_of_arguments_can_contain_symbols() -> None:
+    _, calls = parse(FORMS["lfm2"], *"<|tool_call_start|>[f($top=1, @id='a')]<|tool_call_end|>")
+    assert json.loads(calls[0].arguments) == {"$top": 1, "@id": "a"}
 
 
 @pytest.mark.parametrize("written", ["[" * 100, "Paris", "1_000", "f(1)", "(1, 2)"])

@@ -129,6 +129,17 @@ def test_templates_without_tools_get_them_in_the_system_prompt() -> None:
     assert "user\n<tool_response>\nSunny\n</tool_response>" in prompt
 
 
+def test_templates_that_read_tools_from_a_message_get_them_in_the_system_prompt() -> None:
+    """Phi 4 mini's template ignores the variable `tools`."""
+    source = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{% if 'tools' in m %}<|tool|>{{ m['tools'] }}<|/tool|>{% endif %}{% endfor %}"
+    )
+    prompt = render(source, tools=(TOOL,))
+    assert '{"name": "get_weather", "description": "Report the weather"}' in prompt
+    assert '<|tool_call|>[{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]<|/tool_call|>' in prompt
+
+
 def test_results_get_the_name_of_their_call() -> None:
     assert CONVERSATION[-1].name == "get_weather"
     assert "Sunnyget_weather" in render(PRINTS_ARGUMENTS)
