@@ -45,6 +45,7 @@ import psutil
 
 import edgespec
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.weight_layouts import AMX, choose_layouts
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, find_pair
@@ -272,6 +273,8 @@ def _features(binary: Path) -> list[str]:
     llama-server may have more features, because it is compared with its own best kernels.
     """
     own = enabled_features(library().llama_print_system_info().decode())
+    if choose_layouts():  # AMX does not work here.
+        own = [feature for feature in own if not feature.startswith(AMX)]
     servers = binary_features(binary)
     lines = [f"llama-cpp-python {_version('llama-cpp-python')}: {' '.join(own)}"]
     if only_servers := [feature for feature in servers if feature not in own]:
