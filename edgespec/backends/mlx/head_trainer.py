@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -190,26 +190,36 @@ class MlxHeadTrainer(HeadGuesser):
         )
 
     def step(self, batch: TrainingBatch, done: float) -> float:
-        unroll = self.head.steps(done)
         with translate_errors(f"the draft head of {self._teacher.name} cannot be trained"):
-            states = self._teacher.states(batch.tokens, self.head.states)
-            candidates, goals = self._goals(batch, states.logits, unroll)
-            output = self._teacher.output_rows(candidates)
-            embeddings, hidden = self._teacher.embed(mx.array(batch.tokens)), states.hidden
-            evaluate(output, goals.probs, embeddings, hidden)
-            del states
+            return self._descent.step(self.loss(batch, self.head.steps(done)), done)
 
-            def loss() -> mx.array:
-                """Return the cross-entropy against the target, as a weighted sum over the draft steps."""
-                total = mx.array(0.0)
-                for step, state in enumerate(self.head.unroll(embeddings, hidden, unroll)):
-                    logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
-                    probs = goals.probs[goals.indices[step]]
-                    losses = mx.logsumexp(logits, axis=-1) - (probs * logits).sum(axis=-1)
-                    total = total + _DECAY**step * losses.sum() / max(1, len(goals.rows[step]))
-                return total
+    def loss(self, batch: TrainingBatch, steps: int) -> Callable[[], mx.array]:
+        """Return a function that computes the head's loss on a batch with its current weights.
 
-            return self._descent.step(loss, done)
+        The loss is the cross-entropy against the target per predicted token, as a weighted mean over the
+        draft steps. It is comparable between training steps that draft different numbers of tokens.
+
+        Args:
+            batch: See `DrafterTrainer.step`.
+            steps: Number of tokens to draft.
+        """
+        states = self._teacher.states(batch.tokens, self.head.states)
+        candidates, goals = self._goals(batch, states.logits, steps)
+        output = self._teacher.output_rows(candidates)
+        embeddings, hidden = self._teacher.embed(mx.array(batch.tokens)), states.hidden
+        evaluate(output, goals.probs, embeddings, hidden)
+        weights = [_DECAY**step for step in range(steps)]
+
+        def loss() -> mx.array:
+            total = mx.array(0.0)
+            for step, state in enumerate(self.head.unroll(embeddings, hidden, steps)):
+                logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
+                probs = goals.probs[goals.indices[step]]
+                losses = mx.logsumexp(logits, axis=-1) - (probs * logits).sum(axis=-1)
+                total = total + weights[step] * losses.sum() / max(1, len(goals.rows[step]))
+            return total / sum(weights)
+
+        return loss
 
     def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
         """Return the candidate tokens of a training step, and the target's probabilities for them."""
