@@ -21,6 +21,7 @@ from edgespec.decode.request import StreamArguments
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.model.base import Progress
 from edgespec.system.checks import check_integer, check_process
+from edgespec.system.waiting import SignalEvent
 
 __all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
 
@@ -210,7 +211,7 @@ class QueuedReply:
         self._start = start
         self._remove = remove
         self._stream: ReplyStream | None = None
-        self._cancelled = threading.Event()
+        self._cancelled = SignalEvent()
         # Text chunks of the reply, followed by None or the error that ended the reply.
         self._chunks: SimpleQueue[TextChunk | Exception | None] = SimpleQueue()
         self._ended: Exception | None = None
@@ -287,7 +288,7 @@ class QueuedEmbeddings:
     ) -> None:
         self._work = work
         self._remove = remove
-        self._cancelled = threading.Event()
+        self._cancelled = SignalEvent()
         self._result: list[Embedding] = []
         self.future: Future[list[Embedding]] = Future()
         self._process_id = os.getpid()

@@ -28,6 +28,7 @@ from edgespec.engine.stats import Stats
 from edgespec.errors import BusyError, EdgespecError
 from edgespec.memory import peak_bytes
 from edgespec.model.base import Progress
+from edgespec.system.waiting import SignalEvent
 
 __all__ = ["ReplyStream", "finished"]
 
@@ -91,7 +92,7 @@ class ReplyStream:
         self._undecided_logprobs: deque[TokenLogprobs] = deque()
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._finish_reason: FinishReason = "cancelled"
-        self._cancelled = threading.Event()
+        self._cancelled = SignalEvent()
         self._steps: Iterator[Step] | None = None
         self._chunks: deque[TextChunk] = deque()
         # Identifies the call that is reading or closing the stream. A lock could stay locked if Ctrl-C

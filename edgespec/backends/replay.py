@@ -6,7 +6,7 @@ model returns to a checkpoint, and the next pass first replays the tokens accept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -120,6 +120,9 @@ class ReplayModel(BaseModel):
 
     def fix_threads(self, fixed: bool) -> None:
         self._inner.fix_threads(fixed)
+
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        self._inner.watch_memory(spare_bytes)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))

@@ -19,6 +19,7 @@ from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
 from edgespec.options.methods import CHAT, TERMS, Wording
+from edgespec.system.files import format_rate
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 
@@ -145,7 +146,7 @@ class Race:
 
     def _headline(self, words: Wording, reason: str) -> str:
         name, plain, other = self.other.method, self.plain.tokens_per_second, self.other.tokens_per_second
-        speeds = f"{other:.1f} instead of {plain:.1f} tokens per second"
+        speeds = f"{format_rate(other, 1)} instead of {format_rate(plain, 1)} tokens per second"
         if not self.is_fair:
             drift = self.drift or 0.0
             change = (

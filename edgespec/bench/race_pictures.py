@@ -13,7 +13,7 @@ from rich.cells import cell_len, get_character_cell_size
 
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import OptionError
-from edgespec.system.files import error_reason
+from edgespec.system.files import error_reason, format_rate
 
 __all__ = ["Picture", "RaceEvent", "check_picture_path", "save_picture"]
 
@@ -123,7 +123,7 @@ class Picture:
             tokens = lane.tokens_at(seconds)
             speed = tokens / seconds if seconds else 0.0
             done = " ✓" if seconds >= lane.seconds else ""
-            text = f"{speed:5.1f} tok/s · {tokens} tokens in {seconds:.1f} s{done}"
+            text = f"{format_rate(speed, 1):>5} tok/s · {tokens} tokens in {seconds:.1f} s{done}"
             yield RaceEvent(seconds, self._top + 1, left, text[: self._width].ljust(self._width), _FAINT)
             if seconds >= lane.seconds:
                 return

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from edgespec.chat.message import Message
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object, read_arguments
-from edgespec.chat.tool_calls.form import CallForm, JsonPart
+from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part
 
 __all__ = [
     "CONTENT_FORMS",
@@ -65,8 +65,14 @@ PROBES: Mapping[str, Sequence[Message]] = MappingProxyType(
     {
         "user": [Message("user", PROBE_TEXT)],
         "system": [Message("system", PROBE_TEXT), _HELLO],
+        "earlier system": [Message("system", PROBE_TEXT), Message("system", "Hello"), _HELLO],
         "later system": [_HELLO, Message("assistant", "Hello"), Message("system", PROBE_TEXT), _HELLO],
         "assistant": [_HELLO, Message("assistant", PROBE_TEXT), _HELLO],
+        "tool-calling assistant": [
+            _HELLO,
+            Message("assistant", PROBE_TEXT, tool_calls=(_CALL,)),
+            Message("tool", "Hello", tool_call_id=_CALL.id, name=_CALL.name),
+        ],
         "tool": [
             _HELLO,
             Message("assistant", "", tool_calls=(_CALL,)),
@@ -79,10 +85,16 @@ PROBES: Mapping[str, Sequence[Message]] = MappingProxyType(
 
 def kinds_of(messages: Sequence[Message]) -> list[str]:
     """Return the kind of each message: a key of `PROBES`."""
-    return [
-        "later system" if place and message.role == "system" else message.role
-        for place, message in enumerate(messages)
-    ]
+    systems = sum(message.role == "system" for message in messages)
+    first_system = "earlier system" if systems > 1 else "system"
+    kinds: list[str] = []
+    for place, message in enumerate(messages):
+        if message.role == "system":
+            kinds.append("later system" if place else first_system)
+        else:
+            calls = bool(message.tool_calls and message.content)
+            kinds.append("tool-calling assistant" if calls else message.role)
+    return kinds
 
 
 class SourceQuirks:
@@ -93,6 +105,14 @@ class SourceQuirks:
         self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
         # DeepSeek R1's templates treat a message without content as a tool call.
         self._has_null_content = bool(re.search(r"content['\"]\]\s+is none", source))
+        # Most templates that show earlier reasoning read `reasoning_content`. Solar's read `reasoning`, and
+        # those of gpt-oss and LFM2.5 read `thinking`.
+        read = (key for key in _REASONING_KEYS if re.search(rf"(?:\.|\[['\"]|get\(['\"]){key}\b", source))
+        self._reasoning_key = next(read, _REASONING_KEYS[0])
+        # Those of Ministral 3 read it from a part of the content.
+        self._has_thinking_parts = bool(re.search(r"\[THINK\]'\s*\+\s*\w+\['thinking'\]", source))
+        # gpt-oss's template refuses reasoning next to the text of a message that calls tools.
+        self._has_text_or_reasoning = "Cannot pass both content and thinking" in source
 
     def for_template(self, message: Message, form: str) -> dict[str, Any]:
         """Return a message as the template expects it, with its text in one of the `CONTENT_FORMS`."""
@@ -101,7 +121,18 @@ class SourceQuirks:
         content = CONTENT_FORMS[form](message.content)
         if self._has_null_content and message.tool_calls and not message.content:
             content = None
-        return {**message.for_template(), "content": content}
+        if self._has_thinking_parts and message.reasoning:
+            text = CONTENT_FORMS["parts"](message.content) if message.content else []
+            content = [{"type": "thinking", "thinking": message.reasoning}, *text]
+        fields = {**message.for_template(), "content": content}
+        if message.reasoning and not (self._has_text_or_reasoning and message.tool_calls and message.content):
+            fields[self._reasoning_key] = message.reasoning
+        return fields
+
+
+# The fields of a message in which templates look for its reasoning. The first one that a template mentions is
+# used.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 Change: TypeAlias = "Callable[[Sequence[Message], ToolSupport], Sequence[Message]]"
@@ -150,6 +181,17 @@ def _with_valid_arguments(messages: Sequence[Message], _tool_support: ToolSuppor
         replace(message, tool_calls=tuple(map(valid, message.tool_calls))) if message.tool_calls else message
         for message in messages
     ]
+
+
+def _with_separate_calls(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Split replies into their text and their tool calls, for templates that show only one of the two."""
+    changed: list[Message] = []
+    for message in messages:
+        if message.tool_calls and message.content:
+            changed.append(replace(message, tool_calls=()))
+            message = replace(message, content="", reasoning="")
+        changed.append(message)
+    return changed
 
 
 def _with_tools_as_text(messages: Sequence[Message], tool_support: ToolSupport) -> Sequence[Message]:
@@ -201,6 +243,15 @@ def _with_user_first(messages: Sequence[Message], _tool_support: ToolSupport) ->
     return [*messages[:first], Message("user", ""), *messages[first:]]
 
 
+def _without_empty_replies(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Drop replies without text and tool calls, for templates such as Mistral's, which reject them."""
+    return [
+        message
+        for message in messages
+        if message.role != "assistant" or message.content or message.tool_calls
+    ]
+
+
 def _with_neighbours_merged(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
     """Merge consecutive messages with the same role, for templates that require alternating roles."""
     changed: list[Message] = []
@@ -224,10 +275,12 @@ def _with_neighbours_merged(messages: Sequence[Message], _tool_support: ToolSupp
 # messages of the same role next to each other.
 CHANGES: tuple[Change, ...] = (
     _with_valid_arguments,
+    _with_separate_calls,
     _with_tools_as_text,
     _without_later_system,
     _without_system,
     _with_user_first,
+    _without_empty_replies,
     _with_neighbours_merged,
 )
 
@@ -244,10 +297,17 @@ class ToolSupport:
         self._form = form
         self._shows_tools = bool(re.search(r"\b(?:xml_)?tools\b", template))
         self._shows_calls = "tool_calls" in template
-        self._shows_results = bool(re.search(r"""['"]tool['"]""", template))
+        # Llama 3's and gpt-oss's templates show only the first call of a message.
+        self._shows_one_call = "tool_calls[0]" in template and not re.search(
+            r"\bin \w+(?:\.|\[['\"])tool_calls\b", template
+        )
+        # LFM2.5's templates show all roles in the same way. Those of models without tools often do so, too.
+        self._shows_results = self._shows_tools or bool(re.search(r"""['"]tool['"]""", template))
 
     def rewrite(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return the messages, with anything that the template would omit written out as text."""
+        if self._shows_one_call:
+            messages = _with_one_call_each(messages)
         shown = {"assistant": self._shows_calls, "tool": self._shows_results}
         rewritten = [
             message if shown.get(message.role, True) else self.as_text(message) for message in messages
@@ -274,5 +334,39 @@ class ToolSupport:
         return message
 
     def _spelled(self, name: str, arguments: str) -> str:
-        parts = self._form.spell(name, {})
-        return "".join(arguments if isinstance(part, JsonPart) else str(part) for part in parts)
+        """Return a call as the model would write it."""
+        values = parse_object(arguments) or {}
+        constants = {key: {"const": value} for key, value in values.items()}
+        parts = self._form.spell(name, {"properties": constants, "required": list(values)})
+        return "".join(_written(part, arguments) for part in parts)
+
+
+def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Split replies with several calls, so that each call is followed by its own result."""
+    changed: list[Message] = []
+    for is_result, group in groupby(messages, key=lambda message: message.role == "tool"):
+        neighbours = list(group)
+        calls = changed[-1].tool_calls if changed else ()
+        if not is_result or len(calls) < 2:
+            changed += neighbours
+            continue
+        whole = changed.pop()
+        for number, call in enumerate(calls):
+            begin = whole if number == 0 else Message("assistant", "")
+            changed.append(replace(begin, tool_calls=(call,)))
+            # Results without ids are in the order of the calls.
+            own = next((each for each in neighbours if each.tool_call_id == call.id), None)
+            if own or (neighbours and not neighbours[0].tool_call_id):
+                changed.append(own or neighbours[0])
+                neighbours.remove(changed[-1])
+        changed += neighbours
+    return changed
+
+
+def _written(part: Part, arguments: str) -> str:
+    """Return the text of a part of a call, all of whose arguments are constants."""
+    if isinstance(part, JsonPart):
+        # Some forms write all arguments as one JSON object.
+        constant = "const" in part.schema
+        return json.dumps(part.schema["const"], ensure_ascii=False) if constant else arguments
+    return part.texts[0] if isinstance(part, ChoicePart) else str(part)

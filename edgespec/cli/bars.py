@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from edgespec.cli.screen import line_of, rate
+from edgespec.cli.screen import line_of
 from edgespec.options.methods import limit_text
-from edgespec.system.files import format_bytes
+from edgespec.system.files import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from edgespec.loading.preview import MemoryPlan, Pool, Preview
@@ -89,18 +89,20 @@ def _expected_speed(preview: Preview) -> str:
     speed, streaming = preview.prediction, preview.plan.streaming
     measure = "to measure this machine, run `edgespec recommend`"
     if speed is None and streaming:
-        most = rate(1 / streaming.seconds_per_pass)
+        most = format_rate(1 / streaming.seconds_per_pass)
         return f"at most {most} tokens per second, plus accepted tokens of the draft model; {measure}"
     if speed is None:
         return f"unknown; {measure}"
-    drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
+    drafted = (
+        f", {format_rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
+    )
     disturbed = (
         " (probably too low, because other programs were busy when this machine was measured; run `edgespec"
         " recommend` again when they are idle)"
         if speed.is_disturbed
         else ""
     )
-    return f"{rate(speed.tokens_per_second)} tokens per second{drafted}{disturbed}"
+    return f"{format_rate(speed.tokens_per_second)} tokens per second{drafted}{disturbed}"
 
 
 def _streaming(plan: MemoryPlan) -> list[Text]:
@@ -182,17 +184,17 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
             f"{share.layers_text} + output" if share.has_output else share.layers_text,
             *map(format_bytes, sizes),
             "" if link is None else f"{link.round_trip_seconds * 1e3:.2g} ms",
-            "" if link is None else f"{rate(link.bytes_per_second / 1e6)} MB/s",
+            "" if link is None else f"{format_rate(link.bytes_per_second / 1e6)} MB/s",
         )
     return table
 
 
 def _spread(spread: SpreadPrediction) -> list[str]:
     """Return sentences describing how fast a model runs when split across machines."""
-    seconds = rate(spread.send_seconds)
+    seconds = format_rate(spread.send_seconds)
     lines = [f"Sending the model to the workers takes at least {seconds} s, unless they have cached it."]
     if spread.tokens_per_second is not None:
-        speed = rate(spread.tokens_per_second)
+        speed = format_rate(spread.tokens_per_second)
         lines.append(f"Expected speed without a draft model: about {speed} tokens per second.")
     elif spread.unmeasured:
         lines.append(
@@ -205,7 +207,8 @@ def _spread(spread: SpreadPrediction) -> list[str]:
             " probably too low. Run `edgespec recommend` there again."
         )
     lines += [
-        f"All layers on {name}: {rate(speed)} tokens per second." for name, speed in spread.alone.items()
+        f"All layers on {name}: {format_rate(speed)} tokens per second."
+        for name, speed in spread.alone.items()
     ]
     if spread.is_faster_here:
         lines.append("This machine alone is faster. Omit --workers.")

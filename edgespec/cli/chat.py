@@ -114,22 +114,25 @@ def command(
     from edgespec.options.settings import load_arguments_for_another_model
     from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
-    from edgespec.tui.model_choice import lasting
+    from edgespec.tui.model_choice import lasting, load_available, saved_options
     from edgespec.tui.plain_run import run_plain_chat
 
     sharing = ChatSharing()
 
     def load(progress: Progress) -> ChatModel:
+        arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
         try:
-            arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
-            return sharing.load(_with_changes(arguments, changed), progress)
+            return load_available(
+                lambda: sharing.load(_with_changes(arguments, changed), progress), changed, saved
+            )
         except EdgespecError as error:
             if not are_remembered or isinstance(error, CancelledError):
                 raise
             advice = " or ".join(filter(None, (error.next_step, "open another model: edgespec chat MODEL")))
             raise EdgespecError(error.what, advice, code=error.code) from error
 
-    models = ModelReferences(lasting(options["target"]), lasting(options["draft"]), changed)
+    saved = saved_options(changed)
+    models = ModelReferences(lasting(options["target"]), lasting(options["draft"]), saved)
 
     def load_other(
         reference: str, changed: Mapping[str, Any] | None = None, kept: Mapping[str, Any] | None = None
@@ -229,7 +232,7 @@ def _choose_models(
     if source is ParameterSource.COMMANDLINE:
         return _Choice(False, {}, "")
     from edgespec.tui.model_choice import load_options_of, models_here
-    from edgespec.tui.texts import missing_draft_text
+    from edgespec.tui.texts import missing_files_text
 
     wanted = None if resume is None else _models_of_chat(resume)
     models = None if wanted is None else models_here(wanted)
@@ -246,20 +249,21 @@ def _choose_models(
         return _Choice(False, {}, note)
     options["target"] = models.target
     ignore_setting(ctx, "target")
-    if ctx.get_parameter_source("draft") is not ParameterSource.COMMANDLINE:
-        options["draft"] = models.draft or options["draft"]
-        if models.draft != wanted.draft:
-            note = missing_draft_text(wanted.draft)
 
     def is_named(name: str) -> bool:
         return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
-    changed = {
-        name: value
-        for name, value in load_options_of(models).items()
-        if name != "draft" and not is_named(name) and not (name == "exactness" and is_named("exact"))
-    }
-    return _Choice(True, changed, note)
+    def without_named(references: ModelReferences) -> ModelReferences:
+        """Return the references without those that options on the command line replace."""
+        kept = {name: value for name, value in references.options.items() if not is_named(name)}
+        if is_named("exact"):
+            kept.pop("exactness", None)
+        return references._replace(draft="" if is_named("draft") else references.draft, options=kept)
+
+    wanted, models = without_named(wanted), without_named(models)
+    options["draft"] = models.draft or options["draft"]
+    changed = {name: value for name, value in load_options_of(models).items() if name != "draft"}
+    return _Choice(True, changed, missing_files_text(wanted, models))
 
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 from edgespec.cli.interrupt import Stop
-from edgespec.cli.screen import rate
 from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes, wait_for
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.ssh import reach_workers
 from edgespec.cluster.status import LLAMA_CPP, Library, WorkerStatus
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.system.files import format_bytes
+from edgespec.system.files import format_bytes, format_rate
 
 __all__ = ["CheckedWorker", "check_workers"]
 
@@ -53,7 +52,7 @@ class CheckedWorker:
                 f"offers {format_bytes(self.status.memory_bytes)} ({', '.join(devices)})",
             ]
         if self.link is not None:
-            speed = f"{rate(self.link.bytes_per_second / 1e6)} MB/s"
+            speed = f"{format_rate(self.link.bytes_per_second / 1e6)} MB/s"
             facts.append(f"round trip {self.link.round_trip_seconds * 1e3:.2g} ms, {speed}")
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
 

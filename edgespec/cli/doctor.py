@@ -18,7 +18,7 @@ from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.options.default_model import default_model, why_toy
 from edgespec.system.disks import free_bytes, write_error
-from edgespec.system.files import error_reason, format_bytes, write_advice
+from edgespec.system.files import error_reason, format_bytes, format_rate, write_advice
 from edgespec.system.gpus import with_nvidia_memory
 from edgespec.system.installation import build_command, setup_command
 
@@ -280,7 +280,7 @@ def _default_model(stop: Stop) -> Check:
         method = "(speed-up off, because it would not help here)"
     finding = (
         f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
-        f" at {rate:.0f} tokens/s {method}"
+        f" at {format_rate(rate)} tokens/s {method}"
     )
     if rate < _SLOW_TOKENS_PER_SECOND:
         busy = "close other programs that use the CPU, or lower --threads"

@@ -32,7 +32,7 @@ from edgespec.cli.options import (
 from edgespec.cli.running import loaded
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, warn, write_text
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.system.files import format_bytes
+from edgespec.system.files import format_bytes, format_rate
 from edgespec.system.stdio import decode_input
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def summary(reply: Reply) -> str:
     stats = reply.stats
     parts = []
     if stats.tokens_per_second is not None:
-        parts.append(f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s")
+        parts.append(f"{stats.generated_tokens} tokens, {format_rate(stats.tokens_per_second, 1)} tokens/s")
     elif stats.generated_tokens:
         parts.append("1 token")
     if stats.acceptance_rate is not None:

@@ -27,15 +27,16 @@ _STDERR = 2
 
 
 class Stop:
-    """A stop request that the signal handler sends to the worker thread."""
+    """A stop request that the main thread sends to the worker thread.
+
+    Attributes:
+        requested: Whether a stop was requested. It is not a `threading.Event`, because a signal handler that
+            interrupts `Event.set` and calls it again waits forever for the event's lock.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self.requested = False
         self._action: Callable[[], None] | None = None
-
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
         """Call `action` when a stop is requested, or immediately if one was already requested."""
@@ -45,7 +46,7 @@ class Stop:
 
     def request(self) -> None:
         """Request a stop, and call the action set with `on_request`."""
-        self._event.set()
+        self.requested = True
         if self._action is not None:
             self._action()
 
@@ -118,7 +119,9 @@ def interruptible(
             os.write(_STDERR, f"{_line(second_message)}\n".encode())
             sys.stdout.flush()
             os._exit(INTERRUPTED)
-        stop.request()
+        # Leave everything else to the loop below, because the signal may have interrupted this thread while
+        # it held a lock that stopping the command needs.
+        stop.requested = True
 
     # Keep ignoring signals that the parent process, such as nohup, ignores.
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
@@ -126,13 +129,15 @@ def interruptible(
     limit_malloc_arenas()
     try:
         _WORKER.submit(run)
-        has_answered = not first_message
+        has_answered = False
         # Check regularly, because a signal delivered to another thread does not wake this one.
         while not outcome.done():
             wait([outcome], timeout=_SIGNAL_SECONDS)
             if stop.requested and not has_answered:
-                click.echo(_line(first_message), err=True)
                 has_answered = True
+                stop.request()
+                if first_message:
+                    click.echo(_line(first_message), err=True)
         return outcome.result()
     finally:
         for number, handler in before.items():

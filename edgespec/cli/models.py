@@ -31,7 +31,6 @@ from edgespec.cli.screen import (
     print_json,
     print_table,
     printable,
-    rate,
     warn,
 )
 from edgespec.errors import (
@@ -43,7 +42,7 @@ from edgespec.errors import (
     NotDownloadedError,
     OptionError,
 )
-from edgespec.system.files import format_bytes
+from edgespec.system.files import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
@@ -156,7 +155,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
         columns.insert(-1, "TOKENS/S")
         for row, (name, speed) in zip(rows, speeds.items(), strict=True):
             from_disk = ", from disk" if name in streamed else ""
-            row.insert(-1, f"{rate(speed.fastest_tokens_per_second)}{from_disk}" if speed else "-")
+            row.insert(-1, f"{format_rate(speed.fastest_tokens_per_second)}{from_disk}" if speed else "-")
     if fits:
         columns.insert(-1, "FITS")
         for row, place in zip(rows, fits.values(), strict=True):

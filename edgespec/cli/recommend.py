@@ -10,8 +10,8 @@ from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import declared_options, json_option
-from edgespec.cli.screen import ProgressLine, note, print_json, print_table, rate, warn
-from edgespec.system.files import format_bytes
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table, warn
+from edgespec.system.files import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,8 +151,8 @@ def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]
     return (
         candidate.reference + (" *" if is_best else ""),
         format_bytes(candidate.needed_bytes) + (", from disk" if candidate.is_streamed else ""),
-        rate(speed.tokens_per_second),
-        f"{rate(speed.fastest_tokens_per_second)} ({speed.speedup:.1f}x)" if candidate.draft else "-",
+        format_rate(speed.tokens_per_second),
+        f"{format_rate(speed.fastest_tokens_per_second)} ({speed.speedup:.1f}x)" if candidate.draft else "-",
         bar,
         f"{speed.prompt_seconds:,.0f} s" if speed.prompt_seconds >= 10 else f"{speed.prompt_seconds:.1f} s",
         format_bytes(candidate.download_bytes) if candidate.download_bytes else "-",
@@ -161,8 +161,9 @@ def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]
 
 def _verdict(best: Candidate, why_no_draft: str) -> str:
     speed = best.speed
+    fastest = format_rate(speed.fastest_tokens_per_second)
     lines = [
-        f"Recommended: {best.reference}, at about {rate(speed.fastest_tokens_per_second)} tokens per second"
+        f"Recommended: {best.reference}, at about {fastest} tokens per second"
         + (f" ({speed.speedup:.1f}x with the draft model {best.draft})." if best.uses_draft else "."),
         f"  {best.command}",
     ]

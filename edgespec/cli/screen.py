@@ -23,7 +23,6 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
-    "rate",
     "terminal_width",
     "warn",
     "write_text",
@@ -62,11 +61,6 @@ def write_text(text: str) -> None:
     """Write to stdout and flush. Control characters are removed only on a terminal."""
     sys.stdout.write(printable(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
-
-
-def rate(per_second: float) -> str:
-    """Format a speed with two significant digits below 1, one decimal place below 10, and none above."""
-    return f"{per_second:.2g}" if per_second < 1 else f"{per_second:,.{1 if per_second < 10 else 0}f}"
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from weakref import WeakMethod
 
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.methods.base import Drafter
+from edgespec.system.waiting import SignalEvent
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
@@ -37,7 +38,7 @@ class IdleWorker:
 
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
-        self._stopped = threading.Event()
+        self._stopped = SignalEvent()
         self._thread: threading.Thread | None = None
 
     def start(self, work: _IdleWork, watch: _Watch) -> None:
@@ -48,7 +49,7 @@ class IdleWorker:
             watch: A bound method, called every `WATCH_SECONDS` until it returns False. The thread holds only
                 a weak reference to the method's object.
         """
-        self._stopped = threading.Event()
+        self._stopped = SignalEvent()
         args = (self._stopped, [work], WeakMethod(watch))
         thread = threading.Thread(target=_run, args=args, name="edgespec-idle", daemon=True)
         with suppress(RuntimeError):  # Threads cannot be started during interpreter shutdown.
@@ -87,7 +88,7 @@ class IdleWorker:
         return succeeded
 
 
-def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: WeakMethod[_Watch]) -> None:
+def _run(stopped: SignalEvent, pending_work: list[_IdleWork], weak_watch: WeakMethod[_Watch]) -> None:
     def should_continue() -> bool:
         return not stopped.is_set()
 

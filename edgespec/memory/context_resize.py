@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter as now
 
@@ -49,6 +50,10 @@ class ResizableContext:
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }
         self._failure = ""
+
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        """Let the target use less memory while memory is low. See `LanguageModel.watch_memory`."""
+        self._target.watch_memory(spare_bytes)
 
     @property
     def needs_room(self) -> bool:

@@ -13,7 +13,7 @@ from edgespec.memory.budget import Budget
 from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES, SLOW_DISK_BYTES_PER_SECOND
 from edgespec.memory.prefix_cache import PrefixCacheUsage
 from edgespec.model.memory_estimate import ExpertShares, MachineShare, MemoryEstimate, ModelMemoryKind, Pool
-from edgespec.system.files import format_bytes
+from edgespec.system.files import format_bytes, format_rate
 
 __all__ = ["Decision", "Item", "MemoryPlan", "MemoryUse", "Streaming", "create_items", "shared_items"]
 
@@ -99,7 +99,8 @@ class Streaming:
         copies = f"; tokens are drafted with low-bit copies of these parts ({size})"
         return (
             f"{format_bytes(self.bytes_per_pass)} of the model is read from disk for every token, which"
-            f" takes about {self.seconds_per_pass:.2g} s at {self.disk_bytes_per_second / 1e9:.1f} GB/s"
+            f" takes about {format_rate(self.seconds_per_pass)} s at"
+            f" {format_rate(self.disk_bytes_per_second / 1e9)} GB/s"
             + (copies if self.substitute_bytes else "")
         )
 

@@ -1,7 +1,7 @@
 """Free memory when other programs need it.
 
 Cached prefixes are evicted first, both between and during replies. If that is not enough, the context shrinks
-while edgespec is idle.
+while edgespec is idle. A model that runs from disk reads fewer weights ahead.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class MemoryPressure:
         self._reserve_bytes = reserve_bytes
         self._next_check = 0.0
         self._unreported: list[str] = []
+        # The model keeps the function, so it must not refer to this object, which refers to the model.
+        context.watch_memory(lambda: available() - reserve_bytes)
 
     @property
     def is_low(self) -> bool:

@@ -232,6 +232,14 @@ class LanguageModel(Protocol):
     def fix_threads(self, fixed: bool) -> None:
         """Pin the number of CPU threads, or let it follow the machine's load."""
 
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        """Let the model use less memory while other programs need it. Has no effect if it cannot.
+
+        Args:
+            spare_bytes: Returns how many bytes of memory are free, apart from the reserve for other programs.
+                Negative if memory is low. Called about once per second, possibly from other threads.
+        """
+
     def set_adapter_scales(self, scales: Sequence[float]) -> None:
         """Set the scale of each of `facts.adapters` for later passes. The cache must be empty.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -114,6 +114,9 @@ class BaseModel(ABC):
         pass
 
     def fix_threads(self, fixed: bool) -> None:  # noqa: B027
+        pass
+
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:  # noqa: B027
         pass
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
@@ -271,6 +274,9 @@ class SelfDraftView(ABC, Generic[M]):
         pass
 
     def fix_threads(self, fixed: bool) -> None:
+        pass
+
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
         pass
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002

@@ -26,6 +26,7 @@ from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFi
 from edgespec.model.base import Head, Progress
 from edgespec.model.model_facts import Adapter
 from edgespec.model.registry import FileFormat, all_files, backend_of, format_of
+from edgespec.system.child_process import CRASH_SIGNALS
 from edgespec.system.facts import Facts
 from edgespec.system.files import file_state
 from edgespec.system.heap import limit_malloc_arenas
@@ -33,8 +34,6 @@ from edgespec.system.installation import package_version
 
 __all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
 
-# Signals that indicate a crash, which a damaged model file may have caused.
-_CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 # Maximum number of characters of llama.cpp's output to quote in an error message.
 _MAX_REASON = 200
 # Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many
@@ -309,7 +308,7 @@ class _Child:
                 " skips this check",
                 code="trial_failed",
             )
-        if status < 0 and name not in _CRASHES:
+        if status < 0 and -status not in CRASH_SIGNALS:
             raise _stopped(model, f"killed by {name}")
         message = self._crash_message()
         if _OUT_OF_MEMORY in message:

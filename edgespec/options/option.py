@@ -317,7 +317,10 @@ class Adapters(Kind):
                     f"{name} must be a path or a list of paths, not {value!r}",
                     'for example, pass "style.gguf"',
                 )
-            pairs = [_path_and_scale(check_path(name, one)) for one in given]
+            # Values that have been checked before are pairs already.
+            pairs = [
+                one if isinstance(one, tuple) else _path_and_scale(check_path(name, one)) for one in given
+            ]
         return tuple(
             (os.path.expanduser(check_path(name, path)), _ADAPTER_SCALE.check(f"the scale of {path}", scale))
             for path, scale in pairs

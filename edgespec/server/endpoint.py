@@ -236,7 +236,6 @@ def _too_large() -> ApiError:
         413,
         f"the request body is larger than {limit}; shorten the prompt",
         code="request_too_large",
-        headers={"Connection": "close"},
     )
 
 

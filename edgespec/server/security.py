@@ -22,7 +22,8 @@ class Guard:
     """Middleware that checks the Host header, the Origin header and the API key of requests.
 
     - If no API key is set, the Host header must name this machine. Otherwise, a web page could reach the
-      server by pointing its own host name at 127.0.0.1 (DNS rebinding).
+      server by pointing its own host name at 127.0.0.1 (DNS rebinding). HTTP/1.0 requests without the header
+      are accepted, because browsers always send it.
     - Requests from web pages, which have an Origin header, are rejected unless the user allowed the origin.
       CORS alone is not enough: browsers send some requests without a preflight, and generating replies to
       them would waste time.
@@ -81,8 +82,8 @@ class Guard:
                 "origin_not_allowed",
             )
         if self._key_digest is None:
-            host = headers.get("host", "")
-            if not is_loopback(_host_name(host)):
+            host = headers.get("host")
+            if host is not None and not is_loopback(_host_name(host)):
                 name = f"the host name {host[:100]}" if host else "an empty Host header"
                 return ApiError(
                     403,

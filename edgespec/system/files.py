@@ -31,6 +31,7 @@ __all__ = [
     "error_reason",
     "file_state",
     "format_bytes",
+    "format_rate",
     "home_folder",
     "log_folder",
     "make_private_folder",
@@ -311,6 +312,18 @@ def format_bytes(size_bytes: int) -> str:
         size, unit = size / 1024, unit + 1
     digits = 1 if unit and size < 99.95 else 0
     return f"{size:,.{digits}f} {_SIZE_UNITS[unit]}"
+
+
+def format_rate(per_second: float, decimals: int = 0) -> str:
+    """Format a speed with two significant digits below 1, one decimal place below 10, and few above.
+
+    Args:
+        per_second: The speed.
+        decimals: Number of decimal places from 10 on.
+    """
+    if per_second < 1:
+        return f"{per_second:.2g}"
+    return f"{per_second:,.{1 if per_second < 10 else decimals}f}"
 
 
 def error_reason(error: Exception) -> str:

@@ -13,7 +13,8 @@ __all__ = ["BUILD_FLAGS", "build_command", "chat_command", "package_version", "s
 
 # CMake options for a build of llama-cpp-python. For weights such as F16, llamafile's matrix kernels round
 # differently than those for single tokens, so that checking a draft could change the reply. On Linux,
-# `scripts/setup` builds them nevertheless, and keeps them from such weights. Elsewhere, it uses these flags.
+# `scripts/setup` builds them nevertheless, and keeps them from such weights with `scripts/cpu_kernels.cpp`.
+# Elsewhere, it uses these flags.
 BUILD_FLAGS = "-DGGML_LLAMAFILE=OFF"
 
 

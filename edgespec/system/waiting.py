@@ -1,17 +1,57 @@
-"""Wait for long calls in a way that lets Ctrl-C and progress callbacks interrupt the wait."""
+"""Wait for long calls in a way that lets Ctrl-C and progress callbacks interrupt the wait.
+
+`SignalEvent` is an event for signal handlers.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from edgespec.errors import CancelledError
 
-__all__ = ["check_cancelled", "wait_for"]
+__all__ = ["SignalEvent", "check_cancelled", "wait_for"]
 
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 0.05
+
+
+class SignalEvent:
+    """An event that a signal handler may set. Only one thread may wait for it.
+
+    A signal handler runs in the main thread, between any two of its instructions. If it interrupts a method
+    of a `threading.Event` and calls `set` on the same event, it waits forever for the event's lock, which its
+    own thread holds.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        # `SimpleQueue.put` has no such lock, and may interrupt any method of the same queue.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        if not self._is_set:
+            self._is_set = True
+            self._wakes.put(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+        with suppress(Empty):
+            while True:
+                self._wakes.get_nowait()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the event is set or the time is up. Return whether it is set."""
+        if not self._is_set:
+            with suppress(Empty):
+                self._wakes.get(timeout=timeout_seconds)
+        return self._is_set
 
 
 def wait_for(

@@ -33,7 +33,7 @@ from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
-from edgespec.tui.model_choice import LoadOptions, load_chosen, references_after
+from edgespec.tui.model_choice import LoadOptions, chooses_draft, load_chosen, references_after
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
@@ -186,7 +186,8 @@ class ChatApp(App[None]):
         if light is not None:
             self.preferences.theme = "light" if light else "dark"
         self._models = models
-        self._changed = dict(changed or {})
+        # `load` removes options that cannot be used.
+        self._changed: Mapping[str, Any] = {} if changed is None else changed
         self._fallback_note = fallback_note
         self._system = system
         self._settings = dict(settings or {})
@@ -285,7 +286,7 @@ class ChatApp(App[None]):
             models=self._models,
             system=self._system,
             settings=self._settings,
-            changed=self._changed,
+            changed=dict(self._changed),
             take_typed=self._loading.take_typed,
             pasted=self._pasted,
             plan_model=self._plan_other,
@@ -347,10 +348,14 @@ class ChatApp(App[None]):
             chat.models = references_after(self._models, reference, options)
             chat.current_chat.models = chat.models
             chat.changed_load_options = options.all
-            if switched.runtime.target.path != before.path:
+            is_other = switched.runtime.target.path != before.path
+            if is_other or chooses_draft(reference, options, self.preferences):
                 self._fallback_note = ""
             if not self._fallback_note:
                 self.preferences.remember(chat.models, self._preferences_path)
+        else:
+            # The open chat may have named the model that was not loaded.
+            chat.current_chat.models = chat.models
         self._leaving = False
         loading = self._loading
         await self.pop_screen()

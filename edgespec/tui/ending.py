@@ -7,13 +7,14 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Thread
 from time import monotonic, sleep
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
+from edgespec.system.waiting import SignalEvent
 from edgespec.tui.open_chat import OpenChat
 
 __all__ = ["ChatEnd", "EndWatch", "is_input_open", "resume_value"]
@@ -96,7 +97,7 @@ class EndWatch:
         self._save = save
         self._leave = leave
         self._stop = stop
-        self._arrived = Event()
+        self._arrived = SignalEvent()
         self._ended = False
         self._is_open, self._was_open = is_open, is_open()
         self._handlers: dict[int, Any] = {}

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.saved_chat import ModelReferences
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.options.default_model import default_model
-from edgespec.options.settings import SETTINGS, load_arguments_for_another_model
-from edgespec.tui.settings import LOAD_SETTINGS
+from edgespec.options.option import Option
+from edgespec.options.settings import LOAD_OPTIONS, SETTINGS, load_arguments_for_another_model
+from edgespec.tui.settings import ALL_LOAD_SETTINGS
 from edgespec.tui.worker import Load, LoadOther, PlanModel
 
 if TYPE_CHECKING:
     from edgespec import Preview
     from edgespec.api.sharing.base import ChatModel
     from edgespec.store.download import Progress
+    from edgespec.tui.preferences import Preferences
 
 __all__ = [
     "LoadOptions",
+    "chooses_draft",
     "kept_options",
     "lasting",
+    "load_available",
     "load_chosen",
     "load_options_of",
     "models_here",
     "options_to_open",
     "plan_kept",
     "references_after",
+    "saved_options",
 ]
 
 # Draft models and heads belong to one model, so only the choice to use none is kept for another model.
 _DRAFTERS = ("draft", "head")
+# The load options that a saved chat keeps. `/set method` adds `methods` if the method is not loaded yet.
+_SAVED: Mapping[str, Option] = {**ALL_LOAD_SETTINGS, "methods": LOAD_OPTIONS["methods"]}
+# The options whose values name files.
+_FILES = ("head", "mmproj", "adapter", "corpus")
+# In saved chats, this value stands for an option's own default, as in `/set parallel default`.
+_OWN_DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,12 @@ class LoadOptions:
 
     Attributes:
         changed: Options that the user has changed for this model, or None when switching to another model.
+            Loading removes `methods` if they cannot be used.
         wanted: The names of the previous model's options that this one keeps if they suit it.
         kept: These options. Loading removes those that do not suit the model.
     """
 
-    changed: Mapping[str, Any] | None
+    changed: dict[str, Any] | None
     wanted: Collection[str]
     kept: dict[str, Any]
 
@@ -64,7 +76,7 @@ class LoadOptions:
         """
         kept = kept_options(before) if is_other else {}
         kept = {name: value for name, value in kept.items() if name not in (changed or {})}
-        return cls(changed, tuple(kept), kept)
+        return cls(None if changed is None else dict(changed), tuple(kept), kept)
 
     @property
     def all(self) -> dict[str, Any]:
@@ -87,13 +99,35 @@ def references_after(first: ModelReferences, reference: str, options: LoadOption
     """
     changed = options.all
     default = first.draft if reference == first.target and options.changed is not None else ""
-    shown = {name: value for name, value in changed.items() if name in LOAD_SETTINGS and name != "draft"}
-    for name in ("head", "mmproj"):
-        value = str(shown.get(name, ""))
-        # A value without a folder can be a name.
-        if os.path.dirname(value) and os.path.exists(value):
-            shown[name] = os.path.abspath(value)
-    return ModelReferences(lasting(reference), lasting(str(changed.get("draft", default))), shown)
+    draft = str(changed.get("draft", default))
+    return ModelReferences(lasting(reference), lasting(draft), saved_options(changed))
+
+
+def saved_options(changed: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return the changed load options, except for the draft model, as `load_options_of` reads them.
+
+    Paths of existing files become absolute, so that they are valid in any folder.
+    """
+    names = [name for name in changed if name in _SAVED and name != "draft"]
+    return {name: _saved_value(name, changed[name]) for name in names}
+
+
+def _saved_value(name: str, value: Any) -> Setting:
+    if value is None or value == ():
+        return _OWN_DEFAULT
+    if name == "adapter":
+        return [f"{_absolute(path)}={scale}" for path, scale in value]
+    if name == "methods":
+        return list(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    saved: Setting = _absolute(value) if name in _FILES else value
+    return saved
+
+
+def _absolute(path: str) -> str:
+    # A value without a folder can be a name.
+    return os.path.abspath(path) if os.path.dirname(path) and os.path.exists(path) else path
 
 
 def lasting(reference: str) -> str:
@@ -115,8 +149,13 @@ def load_options_of(models: ModelReferences) -> dict[str, Any]:
     for name, value in models.options.items():
         # An earlier or later version of edgespec may have written the file.
         with suppress(OptionError):
-            if name in LOAD_SETTINGS:
-                options[name] = LOAD_SETTINGS[name].check(name, value)
+            if (option := _SAVED.get(name)) is None:
+                continue
+            if value == _OWN_DEFAULT:
+                options[name] = option.default
+            else:
+                given = option.kind.parse(value) if isinstance(value, str) else value
+                options[name] = option.check(name, given)
     return options
 
 
@@ -142,14 +181,48 @@ def options_to_open(
     return {**changed, **options}
 
 
+def chooses_draft(reference: str, options: LoadOptions, preferences: Preferences) -> bool:
+    """Return whether the user has chosen a draft model for the model that new chats open with.
+
+    Args:
+        reference: The reference to the loaded model.
+        options: Its load options.
+        preferences: What new chats open with.
+    """
+    return reference == preferences.target and "draft" in (options.changed or {})
+
+
 def models_here(models: ModelReferences) -> ModelReferences | None:
-    """Return a chat's models without a draft model that is not on this machine.
+    """Return a chat's models without the draft model and the other files that are not on this machine.
 
     Returns None if the target is unknown or not on this machine.
     """
     if not models.target or not _is_here(models.target):
         return None
+    options = {name: value for name, value in models.options.items() if _is_file_here(name, value)}
+    models = models._replace(options=options)
     return models if _is_here(models.draft) else models._replace(draft="")
+
+
+def _is_file_here(name: str, value: Setting) -> bool:
+    """Return whether the files that a saved load option names are on this machine."""
+    if name not in _FILES or value in ("auto", "none", _OWN_DEFAULT):
+        return True
+    if name == "head":
+        from edgespec.store.heads import resolve_head
+
+        try:
+            resolve_head(str(value), allow_download=False)
+        except EdgespecError:
+            return False
+        return True
+    try:
+        checked = _SAVED[name].check(name, value)
+    except OptionError:
+        # `load_options_of` ignores invalid values.
+        return True
+    paths = [path for path, _ in checked] if name == "adapter" else [checked]
+    return all(os.path.exists(os.path.expanduser(path)) for path in paths)
 
 
 def _is_here(reference: str) -> bool:
@@ -221,13 +294,38 @@ def load_chosen(load_other: LoadOther, plan: PlanModel, reference: str, options:
         options: Its load options.
     """
     changed, kept = options.changed, options.kept
-    if not kept:
-        return load_other(reference) if changed is None else load_other(reference, changed)
 
     def load(progress: Progress) -> ChatModel:
-        _, suitable = plan_kept(plan, reference, kept, changed or {})
-        for name in kept.keys() - suitable.keys():
-            del kept[name]
-        return load_other(reference, changed, kept)(progress)
+        if kept:
+            _, suitable = plan_kept(plan, reference, kept, changed or {})
+            for name in kept.keys() - suitable.keys():
+                del kept[name]
+            return load_available(lambda: load_other(reference, changed, kept)(progress), changed)
+        if changed is None:
+            return load_other(reference)(progress)
+        return load_available(lambda: load_other(reference, changed)(progress), changed)
 
     return load
+
+
+def load_available(load: Callable[[], ChatModel], *changed: dict[str, Any] | None) -> ChatModel:
+    """Load a model. If it cannot use the methods in `methods`, remove these from `changed` and load it again.
+
+    For example, the draft model that a method needs may have been deleted since the chat was saved.
+
+    Args:
+        load: Loads the model with the options in `changed`.
+        changed: Load options that the user has changed, in one or more forms, or None if there are none.
+
+    Raises:
+        EdgespecError: The model cannot be loaded.
+    """
+    try:
+        return load()
+    except EdgespecError as error:
+        given = [each for each in changed if each and "methods" in each]
+        if not given or error.option not in ("method", "methods"):
+            raise
+    for each in given:
+        del each["methods"]
+    return load()

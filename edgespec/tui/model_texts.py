@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from edgespec.system.files import format_bytes
+from edgespec.tui.numbers import rate
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, MemoryPlan
@@ -96,8 +97,7 @@ def speed_text(model: AvailableModel) -> str:
 
 
 def _rate_text(speed: SpeedPrediction) -> str:
-    rate = speed.fastest_tokens_per_second
-    return f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s"
+    return rate(speed.fastest_tokens_per_second)
 
 
 def details_text(

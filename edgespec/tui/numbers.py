@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from edgespec.system.files import format_rate
+
 __all__ = ["ago", "bar", "count", "parameters_text", "percent", "rate", "seconds_text", "time_left"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -17,11 +19,10 @@ def count(number: int, noun: str = "") -> str:
 
 
 def rate(tokens_per_second: float | None) -> str:
-    """Format 212.3 as '212 tok/s'."""
+    """Format 212.3 as '212 tok/s' and 0.0312 as '0.031 tok/s'."""
     if tokens_per_second is None:
         return "– tok/s"
-    digits = 1 if tokens_per_second < 10 else 0
-    return f"{tokens_per_second:,.{digits}f} tok/s"
+    return f"{format_rate(tokens_per_second)} tok/s"
 
 
 def percent(fraction: float | None) -> str:

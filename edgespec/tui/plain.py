@@ -124,23 +124,26 @@ class PlainChat:
         self._reported_unsaved: set[str] = set()
         self._reader = AttachmentReader(runtime)
 
+    @property
+    def preferences(self) -> Preferences:
+        """The saved preferences."""
+        return Preferences.read(preferences_path(self.archive.store))
+
     def remember_models(self) -> None:
         """Save the user's choice of models for the next chat, unless input comes from a pipe or a file."""
         if self.console.is_interactive and not self.is_fallback:
-            path = preferences_path(self.archive.store)
-            Preferences.read(path).remember(self.models, path)
+            self.preferences.remember(self.models, preferences_path(self.archive.store))
 
     def explain_drafting(self) -> None:
         """Explain drafting to a new user if the model drafts, unless input comes from a pipe or a file."""
         if not self.console.is_interactive:
             return
-        path = preferences_path(self.archive.store)
-        preferences = Preferences.read(path)
+        preferences = self.preferences
         explanation = drafting_explanation(self.runtime)
         if explanation and not preferences.knows_drafting:
             self.console.note(explanation)
             preferences.knows_drafting = True
-            preferences.write(path)
+            preferences.write(preferences_path(self.archive.store))
 
     def save(self) -> None:
         """Save the chat, or print why saving failed. Repeated failures are reported only once."""
@@ -173,6 +176,7 @@ class PlainChat:
             if found is not None:
                 saved = self.open(found)
                 self.current_chat.override(overrides)
+                self.remove_unsupported_method(self.current_chat.settings)
                 target = self.runtime.target.name
                 # The command line has already chosen the models.
                 if note := missing_models_text(saved, target, None):
@@ -215,9 +219,13 @@ class PlainChat:
             self.model_paths.append(runtime.target.path)
         self.stats, self.method = None, runtime.method
         # New chats begin with `first_settings`.
-        if why := remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings):
-            self.console.note(sentences("The setting method was removed", why))
+        self.remove_unsupported_method(self.first_settings, self.current_chat.settings)
         self.save()
+
+    def remove_unsupported_method(self, *chat_settings: dict[str, Setting]) -> None:
+        """Remove the setting `method` where the model does not support its value, and say so."""
+        if why := remove_unsupported_method(self.runtime, *chat_settings):
+            self.console.note(sentences("The setting method was removed", why))
 
     def use_reloaded_model(self) -> None:
         """Use the reloaded model if a worker or the program that shared the model was lost."""

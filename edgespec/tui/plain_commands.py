@@ -31,6 +31,7 @@ from edgespec.tui.commands.setup import chosen_model
 from edgespec.tui.downloads import Download
 from edgespec.tui.model_choice import (
     LoadOptions,
+    chooses_draft,
     load_chosen,
     models_here,
     options_to_open,
@@ -241,13 +242,15 @@ def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
     target, here = chat.runtime.target.name, models_here(saved.models)
     if note := missing_models_text(saved, target, here):
         chat.console.note(note)
-    if here is None:
-        return
-    is_other = saved.target != target
-    options = options_to_open(here, chat.models, chat.changed_load_options, is_other=is_other)
-    if options is not None:
+    options = None
+    if here is not None:
+        is_other = saved.target != target
+        options = options_to_open(here, chat.models, chat.changed_load_options, is_other=is_other)
+    if here is not None and options is not None:
         # The chat has its own load options, so those of the loaded model do not apply to it.
         _switch_model(chat, here.target, options, is_other=False)
+    else:
+        chat.remove_unsupported_method(chat.current_chat.settings)
 
 
 def _switch_model(
@@ -273,13 +276,16 @@ def _switch_model(
     switched = job.result()
     if switched.failure is None:
         chat.models = references_after(chat.first_models, reference, options)
-        chat.current_chat.models = chat.models
+    # After a failure, the open chat may still name the model that was not loaded.
+    chat.current_chat.models = chat.models
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:
         note = switched_note(before, switched.runtime, chat.changed_load_options, options)
         chat.changed_load_options = options.all
-        chat.is_fallback = chat.is_fallback and switched.runtime.target.path == before.path
+        is_other = switched.runtime.target.path != before.path
+        if is_other or chooses_draft(reference, options, chat.preferences):
+            chat.is_fallback = False
         chat.remember_models()
         chat.console.answer(note)
         chat.explain_drafting()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import select
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 from types import FrameType
 from typing import TextIO
 
 from edgespec.system.stdio import decode_input
+from edgespec.system.waiting import SignalEvent
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
 from edgespec.tui.textual_guards import without_controls
 
@@ -116,7 +116,7 @@ class PlainConsole:
 
     def __init__(self, stop_reply: Callable[[], None]) -> None:
         self.is_interactive = sys.stdin.isatty()
-        self.interrupted = threading.Event()
+        self.interrupted = SignalEvent()
         self.leaving = False
         self._stop_reply = stop_reply
         self._input = _InputLines()

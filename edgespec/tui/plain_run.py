@@ -86,7 +86,7 @@ def run_plain_chat(
                 load_other=load_other,
                 plan_other=plan_other,
                 models=models,
-                changed=changed or {},
+                changed={} if changed is None else changed,
                 is_fallback=bool(fallback_note),
                 system=system,
                 settings=settings or {},

@@ -13,7 +13,7 @@ from edgespec.tui.commands.chats import MAX_TITLE
 from edgespec.tui.model_choice import models_here, options_to_open
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import RenameScreen
-from edgespec.tui.settings import accepted
+from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import missing_models_text, not_found_text, sentences
 from edgespec.tui.turns import TurnScreen
 
@@ -93,6 +93,9 @@ async def open_chat(
             # The chat has its own load options, so those of the loaded model do not apply to it.
             screen.load_model(here.target, options, note=" ".join(notes))
             return
+        # A model that is loaded for the chat removes the setting itself.
+        if why_removed := remove_unsupported_method(screen.runtime, opened.settings):
+            notes.append(sentences("The setting method was removed", why_removed))
         for note in notes:
             await screen.transcript.note(note)
 

@@ -177,6 +177,10 @@ def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
     value = changed[name]
     if value is None or value == ():
         return ALL_LOAD_SETTINGS[name].default_text or "none"
+    if name == "adapter":
+        return ",".join(f"{path}={scale}" for path, scale in value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return f"{value >> 20}MiB" if name == "memory" and not value % (1 << 20) else str(value)
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
+    "ROUGH_GAIN",
     "drafter_names",
     "drafting_explanation",
     "error_text",
@@ -45,7 +46,7 @@ __all__ = [
     "limits_speed",
     "loaded_value",
     "memory_rows",
-    "missing_draft_text",
+    "missing_files_text",
     "missing_models_text",
     "not_found_text",
     "notices",
@@ -70,10 +71,18 @@ _FIRST_MODELS = {
     "demo-mlx": _TOY,
     "smollm2": ("SmolLM2 is very small and often gets facts wrong.", "larger"),
 }
+# The load options that name files, and what these files are.
+_FILE_KINDS = {
+    "head": "head",
+    "mmproj": "file for images",
+    "adapter": "adapter",
+    "corpus": "text to draft from",
+}
 # Number of models on this machine to name on the first screen, chosen to equal that of `suggest_models`.
 _MAX_SUGGESTED = 3
-# If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
-_ROUGH_GAIN = 0.1
+ROUGH_GAIN = 0.1
+"""A speed-up whose standard error exceeds this value is shown as approximate. The value was chosen."""
+
 # If no number of tokens could be checked faster than this, with all guesses accepted, guessing cannot help.
 # The value was chosen to be that of `edgespec tune`.
 _MIN_SPEED_UP = 1.05
@@ -233,7 +242,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured.
 
     The summary is empty while `auto` does not guess, because it would only repeat under every reply what
-    `/why` explains. A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard
+    `/why` explains. A rough speed-up (see `ROUGH_GAIN`) counts as measured only if it exceeds two standard
     errors. The speed-up of a very short reply never counts.
     """
     if method.effective == "none":
@@ -241,7 +250,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     estimate = None if stats is None else stats.speedup_estimate
     factor = estimate if method.gain is None else 1 + method.gain
     error = method.gain_uncertainty or 0.0
-    is_rough = method.gain is None or error > _ROUGH_GAIN
+    is_rough = method.gain is None or error > ROUGH_GAIN
     is_unclear = is_too_short(stats) or (is_rough and abs(method.gain or 1.0) <= 2 * error)
     # At the start of a reply, `gain` still describes earlier text, so do not show it next to "accepted 0%".
     if factor is None or is_unclear or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
@@ -615,17 +624,31 @@ def missing_models_text(saved: SavedChat, target: str, here: ModelReferences | N
     if here is None and saved.target and saved.target != target:
         switch = f"/model {saved.models.target}".rstrip()
         return f"This chat used {saved.target}, and now uses {target}. Type {switch} to switch."
-    if here is not None and here.draft != saved.models.draft:
-        return missing_draft_text(saved.models.draft)
-    return ""
+    return "" if here is None else missing_files_text(saved.models, here)
 
 
-def missing_draft_text(reference: str) -> str:
-    """Return a note that a draft model is not on this machine."""
-    return (
-        f"The draft model {reference} was not found, so edgespec has chosen one itself. To choose another,"
-        " type /draft and its name."
-    )
+def missing_files_text(wanted: ModelReferences, here: ModelReferences) -> str:
+    """Return a note on the draft model and the files that are missing, or an empty string if none are.
+
+    Args:
+        wanted: The references to the chat's models, with the load options that the user has changed.
+        here: Those that are on this machine. See `models_here`.
+    """
+    texts = []
+    if here.draft != wanted.draft:
+        texts.append(
+            f"The draft model {wanted.draft} was not found, so edgespec has chosen one itself. To choose"
+            " another, type /draft and its name."
+        )
+    for name, value in wanted.options.items():
+        if name in here.options:
+            continue
+        file = ", ".join(value) if isinstance(value, list) else value
+        texts.append(
+            f"The {_FILE_KINDS[name]} {file} was not found, so it is not used. To choose another, type /set"
+            f" {name} and its path."
+        )
+    return " ".join(texts)
 
 
 def not_found_text(wanted: str) -> str:
@@ -668,8 +691,12 @@ def _chat_command(option: re.Match[str]) -> str:
 
 def _starts_with_word(text: str) -> bool:
     word = text.split()[0]
-    names = (*SETTINGS, *LOAD_SETTINGS)
-    return word.rstrip(":") not in names and word.rstrip(",:").replace("'", "").isalpha()
+    name = word.rstrip(":")
+    # The names of the other load options are also ordinary words, such as `workers` and `trust`.
+    has_value = word != name or text.startswith(f"{name} is now ")
+    if name in SETTINGS or name in LOAD_SETTINGS or (name in ALL_LOAD_SETTINGS and has_value):
+        return False
+    return word.rstrip(",:").replace("'", "").isalpha()
 
 
 def error_text(error: Exception) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
+from edgespec.system.waiting import SignalEvent
 
 if TYPE_CHECKING:
     from edgespec import Message, Preview, Reply, TextChunk
@@ -124,8 +125,8 @@ class ModelThread:
         self._load, self._sharing = load, sharing
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closing = threading.Event()
-        self._load_cancelled = threading.Event()
-        self._cancelled = threading.Event()
+        self._load_cancelled = SignalEvent()
+        self._cancelled = SignalEvent()
         self._runtime: ChatModel | None = None
         # Whether the model has lost a worker. If so, the next job reloads the model.
         self._is_lost = False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +19,14 @@ from edgespec.backends.llamacpp.devices import (
     Gpu,
     cards,
     device_split,
+    expert_shares,
     offloaded_bytes,
     unusable_bytes,
 )
 from edgespec.backends.llamacpp.eagle import estimate_head
 from edgespec.backends.llamacpp.loading import load_skeleton
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
+from edgespec.backends.llamacpp.weight_layouts import AMX
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
@@ -142,6 +148,88 @@ def test_layers_that_only_draft_are_not_counted_as_layers_on_the_gpu(
     assert 0 <= sum(sizes.values()) - drafting_bytes - sum(weights.values()) < 1024
     assert estimate.experts is not None
     assert estimate.experts.layers == 1
+
+
+def test_llama_cpp_offloads_layers_that_only_draft_before_the_others(tmp_path: Path) -> None:
+    path = str(write_mtp_model(tmp_path / "mtp.gguf", "glm4moe"))
+    first, second, drafting, output = offloaded_bytes(path, 2, None)
+    assert min(first, second, output) > drafting == 0
+    for gpu_layers, sizes in enumerate(
+        ([output], [drafting, output], [second, drafting, output], [first, second, drafting, output]), 1
+    ):
+        assert offloaded_bytes(path, 2, gpu_layers) == sizes
+        on_gpu = max(0, gpu_layers - 2)
+        assert device_split(path, 2, gpu_layers)[:2] == (sum(sizes), on_gpu / 2)
+        # Only the second layer has experts.
+        shares = expert_shares(path, 2, gpu_layers, 0)
+        assert shares.layers - shares.layers_in_memory == min(1, on_gpu)
+
+
+def test_a_plan_can_offload_all_layers_but_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "has_own_memory", lambda: True)
+    path = write_mtp_model(tmp_path / "mtp.gguf", "glm4moe")
+    estimator = memory_estimate.GgufMemoryEstimator(str(path), "mtp")
+    whole, most = (
+        estimator.estimate(LoadOptions(context_tokens=512, gpu_layers=count))
+        for count in (estimator.layers + 1, estimator.layers)
+    )
+    estimator.close()
+    assert whole.bytes_of("weights") == most.bytes_of("weights")
+    first, *_ = offloaded_bytes(str(path), 2, None)
+    on_gpu = [
+        sum(part.bytes for part in each.parts if (part.kind, part.pool) == ("weights", "gpu"))
+        for each in (whole, most)
+    ]
+    assert on_gpu[0] - on_gpu[1] == first
+
+
+def test_a_model_on_the_cpu_is_planned_without_the_buffers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without those of a GPU that shares main memory, as when a model runs from disk."""
+    monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
+    opened: list[int | None] = []
+
+    def record(paths: Any, gpu_layers: int | None, experts: int = 0) -> Any:
+        opened.append(gpu_layers)
+        return load_skeleton(paths, gpu_layers, experts)
+
+    monkeypatch.setattr(memory_estimate, "load_skeleton", record)
+    estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
+    for gpu_layers in (None, 0, 0, None):
+        estimator.estimate(LoadOptions(context_tokens=512, gpu_layers=gpu_layers))
+    estimator.close()
+    assert opened == [None, 0, None]
+
+
+@pytest.mark.parametrize("gpu_layers", [None, 0, 4])
+def test_the_plan_counts_the_bytes_that_the_layout_of_amx_adds(
+    monkeypatch: pytest.MonkeyPatch, gpu_layers: int | None
+) -> None:
+    """This test makes the plan believe that llama.cpp has chosen the layout, which needs a CPU with AMX."""
+    monkeypatch.setattr(memory_estimate, "has_own_memory", lambda: gpu_layers is not None)
+    options = LoadOptions(context_tokens=512, gpu_layers=gpu_layers)
+
+    def weights(**changed: Any) -> int:
+        estimator = memory_estimate.GgufMemoryEstimator(_path(), "demo")
+        estimate = estimator.estimate(replace(options, **changed))
+        estimator.close()
+        return estimate.bytes_of("weights")
+
+    monkeypatch.setattr(memory_estimate, "named_layouts", lambda _lines: frozenset())
+    before = weights()
+    monkeypatch.setattr(memory_estimate, "named_layouts", lambda _lines: frozenset({AMX}))
+    tensors = read_header(Path(_path())).tensors
+    # The output layer is a copy of the token embedding, because AMX's layout cannot look up rows.
+    assert not any(tensor.name == "output.weight" for tensor in tensors)
+    (embedding,) = (tensor.elements for tensor in tensors if tensor.name == "token_embd.weight")
+    added = 0 if gpu_layers else embedding // 32 * (34 + 4)
+    for tensor in tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        here = not gpu_layers or (layer is not None and int(layer[1]) < _LAYERS + 1 - gpu_layers)
+        if here and tensor.kind == GGMLQuantizationType.Q8_0 and tensor.name != "token_embd.weight":
+            added += tensor.elements // 32 * 4
+    assert added > 0
+    assert weights() == before + added
+    assert weights(repack=False) == before
 
 
 def test_layers_that_only_draft_are_not_placed_on_workers(tmp_path: Path) -> None:

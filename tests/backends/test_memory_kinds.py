@@ -265,7 +265,7 @@ class TestReplies:
                 assert sum(reply.stats.drafted_tokens for reply in replies) > 0
             if draft == files[name]:
                 rates = [reply.stats.acceptance_rate for reply in found["model"]]
-                # The draft stores f16 keys and the target bf16 keys, so a random model may draft badly once.
+                # The draft's passes are not exact, so a random model may draft badly once.
                 assert sum(rate is not None and rate > 0.99 for rate in rates[:4]) >= 3
 
     @pytest.mark.long

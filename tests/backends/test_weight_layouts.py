@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from edgespec.backends.llamacpp import weight_layouts
 from edgespec.backends.llamacpp.build_info import build_identity
@@ -21,12 +23,15 @@ from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.llamacpp.weight_layouts import (
     AMX,
+    amx_added_bytes,
     choose_layouts,
     layout_names,
     remove_layout,
     why_layout_fails,
 )
+from edgespec.model.formats.gguf_header import GgufTensor
 from edgespec.store.catalogue import models_folder
+from edgespec.system.child_process import CRASH_SIGNALS
 
 _REPACK = "CPU_REPACK"
 # Loads a model before and after a layout is removed, and prints llama.cpp's buffers.
@@ -130,6 +135,40 @@ def test_measurements_with_and_without_amx_are_kept_apart(monkeypatch: pytest.Mo
         monkeypatch.setattr(weight_layouts, "_amx_problem", lambda problem=problem: problem)
         identities.add(build_identity())
     assert len(identities) == 2
+
+
+@pytest.mark.parametrize("number", sorted(CRASH_SIGNALS))
+def test_every_crash_of_the_child_process_is_named(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -number))
+    assert number.name in why_layout_fails(AMX)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "added_bytes"),
+    [
+        # Compared with the sizes of the blocks in a file: 34, 18, 144, 176, 210 and 136 bytes.
+        ("Q8_0", (256, 64), 64 * 8 * (38 - 34)),
+        ("Q8_0", (96, 32), 32 * 3 * (38 - 34)),
+        ("Q4_0", (256, 64), 0),
+        ("Q4_K", (512, 64), 64 * 2 * (148 - 144)),
+        ("Q5_K", (512, 64), 64 * 2 * (180 - 176)),
+        ("Q6_K", (512, 64), 0),
+        ("IQ4_XS", (512, 64), 64 * 2 * (138 - 136)),
+        ("F16", (256, 64), 0),
+        # The layout cannot hold matrices of these shapes and types, nor experts.
+        ("Q8_0", (256, 48), None),
+        ("Q4_K", (288, 64), None),
+        ("Q5_0", (256, 64), None),
+        ("Q8_0", (256, 64, 4), None),
+    ],
+)
+def test_a_matrix_takes_more_bytes_in_the_layout_of_amx(
+    kind: str, shape: tuple[int, ...], added_bytes: int | None
+) -> None:
+    tensor = GgufTensor("blk.0.attn_q.weight", shape, GGMLQuantizationType[kind], 0)
+    assert amx_added_bytes(tensor) == added_bytes
 
 
 @needs_repack

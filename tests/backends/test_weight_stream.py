@@ -31,6 +31,7 @@ from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.weight_stream import (
+    LAYERS_IN_MEMORY,
     WeightStream,
     can_stream,
     saved_bytes,
@@ -44,6 +45,8 @@ from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 from edgespec.memory import Limit, Streaming
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
+from edgespec.memory.context_resize import ResizableContext
+from edgespec.memory.pressure import MemoryPressure
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LanguageModel, LoadOptions
@@ -273,6 +276,60 @@ def test_ctrl_c_cancels_a_pass(
                 step_all(model, tokens_for(model, 40))
             except CancelledError:
                 time.sleep(10)
+    assert _same(_rows(model), expected)
+
+
+def test_less_is_read_ahead_while_memory_is_low(
+    model: LanguageModel, copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_stream, "_CHECK_SECONDS", 0.01)
+    read_layer, free = WeightStream._read_layer, WeightStream._free
+    stream, limit_bytes = model._stream, 1 << 40  # type: ignore[attr-defined]
+    with stream._state:
+        assert stream._state.wait_for(lambda: not stream._has_room, 20)
+    held = {layer.layer for layer in streamable_layers(copy)[:LAYERS_IN_MEMORY]}
+    most, shrunk, grown = 0, threading.Event(), threading.Event()
+
+    def read(self: WeightStream, layer: Any, *arguments: Any) -> BackendError | None:
+        nonlocal most
+        held.add(layer.layer)
+        most = max(most, len(held))
+        if len(held) == LAYERS_IN_MEMORY:
+            grown.set()
+        return read_layer(self, layer, *arguments)
+
+    def release(self: WeightStream, layer: Any) -> None:
+        held.discard(layer.layer)
+        if not held:
+            shrunk.set()
+        free(self, layer)
+
+    monkeypatch.setattr(WeightStream, "_read_layer", read)
+    monkeypatch.setattr(WeightStream, "_free", release)
+    MemoryPressure(ResizableContext(model), available=lambda: limit_bytes)
+    limit_bytes = 0
+    assert shrunk.wait(20)
+    most = 0
+    assert _same(_rows(model), expected)
+    assert most == 1
+    limit_bytes = 1 << 40
+    assert grown.wait(20)
+    assert _same(_rows(model), expected)
+    assert most == LAYERS_IN_MEMORY
+
+
+def test_a_failure_to_find_out_the_free_memory_does_not_end_the_reader(
+    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def fail() -> int:
+        asked.set()
+        raise OSError("/proc is gone")
+
+    monkeypatch.setattr(weight_stream, "_CHECK_SECONDS", 0.01)
+    model.watch_memory(fail)
+    assert asked.wait(20)
     assert _same(_rows(model), expected)
 
 

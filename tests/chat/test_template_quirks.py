@@ -49,6 +49,22 @@ KNOWS_TOOLS = (
     "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or () %}({{ c.function.name }}){% endfor %}"
     "{% if m.role == 'tool' %}!{% endif %}"
 )
+TEXT_OR_CALLS = (
+    "[{{ m.role }}]{% for c in m.tool_calls or () %}({{ c.function.name }})"
+    "{% else %}{{ m.content }}{% endfor %}{% if m.role == 'tool' %}!{% endif %}"
+)
+# As in Mistral's templates, calls and results do not count.
+ALTERNATE_WITHOUT_CALLS = (
+    "{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
+    + refuse("(m.role == 'user') != (n.at % 2 == 0)", "Roles must alternate")
+    + "{% set n.at = n.at + 1 %}{% endif %}"
+)
+ONE_CALL = (
+    "[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}({{ m.tool_calls[0].function.name }}){% endif %}"
+    "{% if m.role == 'tool' %}!{% endif %}"
+)
+EMPTY = Message("assistant", "")
+NO_EMPTY_REPLIES = refuse("m.role == 'assistant' and not (m.content or m.tool_calls)", "no text")
 CALLED = (
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
     '<tool_call>\n{"name": "who", "arguments": {}}\n</tool_call>'
@@ -155,6 +171,53 @@ def test_a_template_can_change_the_text(render: Render, body: str, prompt: str) 
             [USER, CALLS, MORE],
             f"[user]Hello[assistant]{CALLED}[user]And now?",
         ),
+        # A template that names no role, for a model with tools and for one without.
+        (
+            "{% if tools %}{% endif %}" + loop(CONTENT), [USER, CALLS, NOON],
+            f"[user]Hello[assistant]{CALLED}[tool]noon",
+        ),
+        (
+            loop(CONTENT), [USER, CALLS, NOON],
+            f"[user]Hello[assistant]{CALLED}[user]<tool_response>\nnoon\n</tool_response>",
+        ),
+        # Templates that leave out the text of a reply with calls.
+        (
+            loop(TEXT_OR_CALLS), [USER, replace(CALLS, content="Hi."), NOON, ADA],
+            "[user]Hello[assistant]Hi.[assistant](now)(who)[tool]noon![tool]Ada!",
+        ),
+        (
+            "{% set n = namespace(at=0) %}" + loop(ALTERNATE_WITHOUT_CALLS + TEXT_OR_CALLS),
+            [USER, replace(CALLS, content="Hi."), NOON, ADA, ANSWER, MORE],
+            f"[user]Hello[assistant]Hi.\n{CALLED}[user]{RESULTS}[assistant]Hi.[user]And now?",
+        ),
+        # Templates that show the last system message only.
+        (
+            "{{ (messages | selectattr('role', 'equalto', 'system') | list)[-1].content }}"
+            + loop("{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}"),
+            [SYSTEM, replace(SYSTEM, content="Be kind."), USER],
+            "Be brief.\n\nBe kind.[user]Hello",
+        ),
+        # Templates that show one call of each message.
+        (
+            loop(ONE_CALL), [USER, CALLS, NOON, ADA],
+            "[user]Hello[assistant](now)[tool]noon![assistant](who)[tool]Ada!",
+        ),
+        (
+            loop(ONE_CALL), [USER, CALLS, ADA, NOON, MORE],
+            "[user]Hello[assistant](now)[tool]noon![assistant](who)[tool]Ada![user]And now?",
+        ),
+        (
+            loop(ONE_CALL), [USER, CALLS, replace(ADA, tool_call_id=""), replace(NOON, tool_call_id="")],
+            "[user]Hello[assistant](now)[tool]Ada![assistant](who)[tool]noon!",
+        ),
+        (
+            loop(ONE_CALL), [USER, CALLS, NOON, MORE],
+            "[user]Hello[assistant](now)[tool]noon![assistant](who)[user]And now?",
+        ),
+        # Replies without text, which Mistral's templates reject.
+        (loop(NO_EMPTY_REPLIES + CONTENT), [USER, EMPTY, MORE], "[user]Hello[user]And now?"),
+        (loop(ALTERNATE + NO_EMPTY_REPLIES + CONTENT), [USER, EMPTY, MORE], "[user]Hello\n\nAnd now?"),
+        (loop(CONTENT), [USER, EMPTY, MORE], "[user]Hello[assistant][user]And now?"),
         # A result whose text the template leaves out.
         (
             loop("{% if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endif %}"),
@@ -188,6 +251,41 @@ def test_messages_have_the_order_that_the_template_accepts(
     render: Render, source: str, messages: list[Message], prompt: str
 ) -> None:
     assert render(source, messages) == prompt
+
+
+THOUGHT = Message("assistant", "Hi.", reasoning="Hm.")
+THOUGHT_PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'thinking' %}{{ '[THINK]' + p['thinking'] }}{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ("{{ m.reasoning_content }}{{ m.content }}", "HelloHm.Hi.And now?"),
+        ("{{ m.reasoning }}{{ m.content }}", "HelloHm.Hi.And now?"),
+        ("{{ m['thinking'] }}{{ m.content }}", "HelloHm.Hi.And now?"),
+        ("{{ m.get('thinking') or '' }}{{ m.content }}", "HelloHm.Hi.And now?"),
+        ("{{ m.thinking or m.reasoning_content }}{{ m.content }}", "HelloHm.Hi.And now?"),
+        (THOUGHT_PARTS, "Hello[THINK]Hm.Hi.And now?"),
+    ],
+)
+def test_earlier_reasoning_is_where_the_template_reads_it(render: Render, body: str, prompt: str) -> None:
+    assert render(loop(body), [USER, THOUGHT, MORE]) == prompt
+
+
+def test_reasoning_that_the_template_refuses_next_to_text_is_left_out(render: Render) -> None:
+    source = loop(
+        refuse("m.tool_calls and m.content and m.thinking", "Cannot pass both content and thinking")
+        + "{{ m.thinking }}"
+        + KNOWS_TOOLS
+    )
+    begin = "[user]Hello"
+    for content, prompt in (("", "Hm.[assistant](now)(who)"), ("Hi.", "[assistant]Hi.(now)(who)")):
+        called = replace(CALLS, content=content, reasoning="Hm.")
+        assert render(source, [USER, called, NOON, ADA]) == f"{begin}{prompt}[tool]noon![tool]Ada!"
 
 
 @pytest.mark.parametrize(

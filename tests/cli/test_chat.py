@@ -17,7 +17,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import NO_MODELS, MessageTree, ModelReferences, SavedChat, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.cli import chat
-from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.options.option import Flag
 from edgespec.options.reply_options import REPLY_OPTIONS
@@ -244,6 +244,42 @@ class TestRememberedModels:
         store.save(SavedChat("2026-a", messages, now, now, title="one", target="demo", models=models))
         run("chat", "--resume", "one", "--exact")
         assert opened.options["changed"] == {}
+
+    def test_a_saved_chat_opens_without_the_files_that_are_gone(
+        self, run: Run, opened: Opened, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
+        monkeypatch.setattr(client, "find_shared", lambda *_: None)
+        loads: list[dict[str, Any]] = []
+
+        def load(**options: Any) -> None:
+            loads.append(options)
+            if options.get("methods"):
+                raise OptionError("there is no draft model", option="method", code="draft_missing")
+
+        monkeypatch.setattr(edgespec, "load", load)
+        now = datetime.now(UTC)
+        options: dict[str, Setting] = {
+            "head": "/no/head.gguf",
+            "mmproj": "/no/mmproj.gguf",
+            "threads": 2,
+            "methods": ["lowbit"],
+        }
+        models = ModelReferences("demo", "/no/draft.gguf", options)
+        messages = MessageTree.linear([Message("user", "Hello")])
+        store.save(SavedChat("2026-a", messages, now, now, title="one", target="demo", models=models))
+        run("chat", "--resume", "one")
+        note = opened.options["fallback_note"]
+        assert all(text in note for text in ("/no/head.gguf", "/no/mmproj.gguf", "/no/draft.gguf"))
+        assert all(text in note for text in ("/draft", "/set head", "/set mmproj"))
+        assert "--" not in note
+        assert opened.options["changed"] == {"threads": 2, "methods": ("lowbit",)}
+        opened.load(lambda *_: True)
+        assert (loads[-1]["draft"], loads[-1]["threads"]) == ("auto", 2)
+        assert not loads[-1].get("methods")
+        assert opened.options["changed"] == opened.options["models"].options == {"threads": 2}
+        run("chat", "--resume", "one", "--head", "none", "--draft", "none", "--mmproj", "none")
+        assert not opened.options["fallback_note"]
 
     def test_a_damaged_model_does_not_lock_the_user_out(
         self, run: Run, opened: Opened, store: ChatStore, tmp_path: Path

@@ -219,6 +219,28 @@ def test_a_stop_that_came_before_there_was_anything_to_do_is_not_lost() -> None:
     assert done == [1]
 
 
+def test_the_first_interrupt_takes_no_lock() -> None:
+    """A second signal during the handler of the first one would wait for this lock forever."""
+    code = (
+        "import os, signal, sys, threading, time\n"
+        "from edgespec.cli.interrupt import interruptible\n"
+        "def again(frame, event, _):\n"
+        "    names = frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name\n"
+        "    if event == 'return' and names == ('__enter__', 'set'):  # Event.set has taken its lock.\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "def work(stop):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    while not stop.requested:\n"
+        "        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "sys.setprofile(again)\n"
+        "interruptible(work, second_message='stopped')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (130, b"stopped\n")
+
+
 def test_second_interrupt_while_the_first_message_is_printed() -> None:
     """Printing in the signal handler would fail if the signal interrupted the printing of another message."""
     code = (

@@ -27,6 +27,7 @@ from edgespec.tui.commands.results import Change, Command, Context, Result, Tabl
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.plain_console import PlainConsole
 from edgespec.tui.plain_run import run_plain_chat
+from edgespec.tui.preferences import Preferences
 from edgespec.tui.worker import Load
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
@@ -338,6 +339,45 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:
     out, err = chat.typed([f"/model {path}", "one"], "First.")
     assert out == "This chat still uses demo.\nFirst.\n"
     assert "The file is damaged. Download it again." in err
+
+
+def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(chat: Chat, tmp_path: Path) -> None:
+    def refuse(progress: Progress) -> edgespec.Runtime:
+        raise ModelFileError("the file is damaged", "download it again")
+
+    chat.load_other = refuse
+    now = datetime.now(UTC)
+    tree = MessageTree.linear([Message("user", "Question"), Message("assistant", "Answer")])
+    models = ModelReferences("demo-draft", "none")
+    store = ChatStore(tmp_path / "chats")
+    store.save(SavedChat("one", tree, now, now, target="demo-draft", title="one", models=models))
+    chat.typed(["/load one"])
+    (chat_file,) = saved(tmp_path)
+    assert (chat_file["target"], chat_file["models"]) == ("demo", {"target": "demo", "draft": ""})
+
+
+def test_a_draft_model_chosen_for_a_missing_one_is_used_by_later_chats(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        PlainConsole, "is_interactive", property(lambda _: True, lambda *_: None), raising=False
+    )
+    path = tmp_path / "preferences.json"
+    Preferences.read(path).remember(ModelReferences("demo", "/no/such/draft.gguf"), path)
+    chat.load_other = loading(ScriptedRuntime())
+    chat.typed(["/context 768"], fallback_note="It was not found.")
+    assert Preferences.read(path).draft == "/no/such/draft.gguf"
+    chat.typed(["/draft demo-draft"], fallback_note="It was not found.")
+    assert Preferences.read(path).draft == "demo-draft"
+
+
+def test_a_method_that_a_resumed_chat_cannot_use_is_removed(chat: Chat, tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    tree = MessageTree.linear([Message("user", "Question"), Message("assistant", "Answer")])
+    store = ChatStore(tmp_path / "chats")
+    store.save(SavedChat("one", tree, now, now, title="one", sampling={"method": "lowbit", "seed": 1}))
+    chat.typed(["Again"], resume="one")
+    assert saved(tmp_path)[0]["sampling"] == {"seed": 1}
 
 
 @pytest.fixture

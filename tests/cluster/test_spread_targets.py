@@ -285,7 +285,8 @@ def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
     "options",
     [
         {"method": "mtp"}, {"method": "lookahead"}, {"parallel": 2}, {"exact": True},
-        {"exactness": "bits"}, {"draft_branches": (2,)}, {"gpu_layers": 1},
+        {"exactness": "bits"}, {"draft_branches": (2,)}, {"gpu_layers": 1}, {"experts": "cpu"},
+        {"experts": 2},
     ],
 )  # fmt: skip
 def test_options_that_workers_do_not_support_are_refused(options: LoadArguments) -> None:

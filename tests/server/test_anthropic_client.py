@@ -200,6 +200,48 @@ def test_system_messages_within_the_conversation(client: anthropic.Anthropic, pl
     assert text_of(ask(client, max_tokens=4, messages=[*MESSAGES, note]))
 
 
+DOCUMENT = {"type": "text", "media_type": "text/plain", "data": "ls -S sorts by size."}
+PARTS = [{"type": "text", "text": "ls -S"}, {"type": "text", "text": "sorts by size."}]
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": DOCUMENT}, "ls -S sorts by size."),
+        ({"type": "document", "source": DOCUMENT, "title": "Notes"}, "Notes\nls -S sorts by size."),
+        ({"type": "document", "source": {"type": "content", "content": PARTS}}, "ls -S\nsorts by size."),
+        (
+            {"type": "search_result", "source": "http://a.b", "title": "Man", "content": PARTS},
+            "Man\nhttp://a.b\nls -S\nsorts by size.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_result", [False, True])
+def test_documents_are_read_as_text(
+    http: httpx.Client, block: dict[str, Any], text: str, is_result: bool
+) -> None:
+    """Documents can be in messages of the user and in results of tools."""
+
+    def count(content: Any) -> Any:
+        called = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+        talk = [*MESSAGES, {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+        messages = talk if is_result else [{"role": "user", "content": content}]
+        reply = http.post("/v1/messages/count_tokens", json={"messages": messages})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["input_tokens"]
+
+    assert count([block]) == count([{"type": "text", "text": text}])
+
+
+def test_other_documents_are_refused(http: httpx.Client) -> None:
+    source = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    messages = [{"role": "user", "content": [{"type": "document", "source": source}]}]
+    reply = http.post("/v1/messages", json={"max_tokens": 2, "messages": messages})
+    assert reply.status_code == 400
+    assert "messages.0.content.0" in reply.json()["error"]["message"]
+
+
 def test_a_last_assistant_message_is_continued(client: anthropic.Anthropic) -> None:
     text = text_of(ask(client, max_tokens=16))
     start = " ".join(text.split(" ")[:2])

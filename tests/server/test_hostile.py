@@ -55,6 +55,21 @@ def received(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+def test_a_client_can_send_a_body_that_is_too_large_before_it_reads_the_error(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that the server closes earlier fails, so that the client never sees the error."""
+    monkeypatch.setattr("edgespec.server.endpoint.MAX_BODY_BYTES", 1 << 20)
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2]), timeout=60)
+    bodies: list[bytes | Iterator[bytes]] = [bytes(32 << 20), (bytes(1 << 20) for _ in range(32))]
+    for body in bodies:  # The second one has no Content-Length.
+        connection.request("POST", "/v1/chat/completions", body)
+        response = connection.getresponse()
+        assert response.status == 413
+        assert json.loads(response.read())["error"]["code"] == "request_too_large"
+    connection.close()
+
+
 @pytest.mark.long
 def test_slow_headers_are_cut_off(victim: HttpServer) -> None:
     for start in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):

@@ -140,6 +140,14 @@ def test_a_whole_url_is_accepted_as_path_but_the_host_is_checked(
         assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
 
 
+def test_requests_without_a_host_are_accepted(server: HttpServer) -> None:
+    """Health checks of proxies use HTTP/1.0 without a Host header. Browsers always send one."""
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_with_two_lengths_is_rejected(server: HttpServer) -> None:
     request = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

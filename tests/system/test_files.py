@@ -19,6 +19,7 @@ from edgespec.system.files import (
     data_folder,
     error_reason,
     format_bytes,
+    format_rate,
     home_folder,
     make_private_folder,
     read_regular_file,
@@ -221,3 +222,11 @@ def test_a_file_is_replaced_only_when_complete(tmp_path: Path) -> None:
 )
 def test_format_bytes(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("per_second", "decimals", "text"),
+    [(0.0312, 0, "0.031"), (0.97, 0, "0.97"), (3.14, 0, "3.1"), (12.34, 0, "12"), (12.34, 1, "12.3")],
+)
+def test_a_slow_speed_is_not_rounded_to_zero(per_second: float, decimals: int, text: str) -> None:
+    assert format_rate(per_second, decimals) == text

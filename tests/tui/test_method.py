@@ -128,6 +128,8 @@ def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
     )
     assert sentences("top_p is 2", "don't") == "top_p is 2. Don't."
     assert sentences("the file is gone") == "The file is gone."
+    assert sentences("threads is now 1", "threads: 1") == "threads is now 1. threads: 1."
+    assert sentences("workers are missing") == "Workers are missing."
 
 
 @pytest.mark.parametrize("option", LOAD_SETTINGS.values(), ids=LOAD_SETTINGS)

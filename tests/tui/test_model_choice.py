@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,12 +13,25 @@ from typing import Any, cast
 
 import pytest
 
-from edgespec import Preview
+from edgespec import Preview, Runtime
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat, Setting, chat_from_json
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.tui.model_choice import kept_options, options_to_open, plan_kept
+from edgespec.options.option import Choice, Flag
+from edgespec.store.catalogue import models_folder
+from edgespec.store.download import Progress
+from edgespec.tui.model_choice import (
+    LoadOptions,
+    kept_options,
+    load_options_of,
+    models_here,
+    options_to_open,
+    plan_kept,
+    references_after,
+)
+from edgespec.tui.preferences import Preferences
+from edgespec.tui.settings import ALL_LOAD_SETTINGS, with_load_setting
 from edgespec.tui.worker import Load
 from tests.raising import raises
 from tests.tui.driving import driving, until
@@ -89,7 +104,8 @@ def test_other_errors_of_a_plan_are_raised() -> None:
             {"context": 768, "kv_type": "f16"},
             {"draft": "auto", "context": 512, "kv_type": "f16"},
         ),
-        (ModelReferences("demo", "", {"context": "many", "threads": 3}), {}, None),
+        (ModelReferences("demo", "", {"context": "many", "unknown": 3}), {}, None),
+        (ModelReferences("demo", "", {"threads": 3}), {"threads": 3}, None),
     ],
 )
 def test_a_chat_is_loaded_again_only_for_options_that_it_names(
@@ -192,3 +208,135 @@ async def test_a_resumed_chat_uses_the_settings_of_the_command_line(tmp_path: Pa
         await until(d.pilot, lambda: d.chat.current_chat.id == "one", "the chat")
         assert d.chat.current_chat.settings == {"temperature": 0.0, "top_k": 3}
         assert d.chat.current_chat.system == "Be brief."
+
+
+# A valid value of each kind of option that is neither a choice nor a flag, as a user types it.
+_TYPED = {
+    "draft": "none",
+    "memory": "8GiB",
+    "context": "512",
+    "headroom": "1GiB",
+    "reserve": "1GiB",
+    "parallel": "2",
+    "threads": "2",
+    "gpu_layers": "1",
+    "experts": "3",
+    "kv_type": "q8_0",
+    "adapter": "{0}=0.5,{0}",
+    "mmproj": "{0}",
+    "workers": "192.168.1.20:50052",
+    "prefix_cache_memory": "1GiB",
+    "prefix_cache_disk": "1GiB",
+    "draft_confidence": "0.5",
+    "draft_branches": "3,2",
+    "draft_window": "64",
+    "draft_sinks": "2",
+    "draft_gpu_layers": "1",
+    "exit_layer": "2",
+    "head": "{0}",
+    "corpus": "{0}",
+}
+
+
+@pytest.mark.parametrize("name", ALL_LOAD_SETTINGS)
+def test_a_saved_chat_keeps_each_load_option(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.gguf"
+    file.touch()
+    kind = ALL_LOAD_SETTINGS[name].kind
+    typed = kind.values[-1] if isinstance(kind, Choice) else "off" if isinstance(kind, Flag) else _TYPED[name]
+    for text in (typed.format(file), "default"):
+        changed = with_load_setting({}, name, text)
+        models = references_after(
+            ModelReferences("demo"), "demo", LoadOptions.of({}, changed, is_other=False)
+        )
+        messages = MessageTree.linear([Message("user", "Hello")])
+        saved = SavedChat("one", messages, NOON, NOON, target="demo", models=models)
+        read = chat_from_json(json.loads(saved.encoded())).models
+        assert load_options_of(read) == {"draft": "auto", **changed}
+
+
+def test_methods_that_were_loaded_for_a_chat_are_kept() -> None:
+    options = LoadOptions.of({}, {"methods": ("lookahead",)}, is_other=False)
+    models = references_after(ModelReferences("demo"), "demo", options)
+    assert load_options_of(models)["methods"] == ("lookahead",)
+
+
+@pytest.mark.parametrize("name", ["head", "mmproj", "adapter", "corpus"])
+def test_a_file_that_is_gone_is_not_loaded(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "demo-head.gguf"
+    shutil.copy(models_folder() / "demo-head-q8_0.gguf", file)
+    given: Setting = [f"{file}=1"] if name == "adapter" else str(file)
+    models = ModelReferences("demo", "none", {name: given, "context": 512})
+    assert models_here(models) == models
+    file.unlink()
+    assert models_here(models) == ModelReferences("demo", "none", {"context": 512})
+
+
+async def test_a_chat_opens_without_a_head_and_a_method_that_are_gone(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    head = tmp_path / "gone.gguf"
+    options: dict[str, Setting] = {"head": str(head), "methods": ["lowbit"]}
+    chat = SavedChat(
+        "one",
+        messages,
+        NOON,
+        NOON,
+        target="demo-draft",
+        title="one",
+        models=ModelReferences("demo-draft", "", options),
+        sampling={"method": "lowbit"},
+    )
+    ChatStore(tmp_path / "chats").save(chat)
+
+    def load_other(reference: str, changed: Mapping[str, Any]) -> Load:
+        assert "head" not in changed
+        if "methods" not in changed:
+            return loading(ScriptedRuntime(target=facts(reference)))
+
+        def fail(_progress: Progress) -> Runtime:
+            raise OptionError("there is no draft model", option="method", code="draft_missing")
+
+        return fail
+
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
+        await d.send("/load one")
+        await d.said("This chat now uses demo-draft.")
+        await d.said(f"The head {head} was not found")
+        await d.said("/set head")
+        await d.settled()
+        assert d.chat.models == ModelReferences("demo-draft", "auto")
+        assert d.chat.current_chat.settings == {}
+
+
+async def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    store, models = ChatStore(tmp_path / "chats"), ModelReferences("demo-draft")
+    store.save(SavedChat("one", messages, NOON, NOON, target="demo-draft", title="one", models=models))
+
+    def load_other(*_: Any) -> Load:
+        def fail(_progress: Progress) -> Runtime:
+            raise ModelFileError("it is damaged", "download it again")
+
+        return fail
+
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
+        await d.send("/load one")
+        await d.said("This chat still uses demo.")
+        await d.settled()
+        saved = store.load("one")
+        assert (saved.target, saved.models) == ("demo", ModelReferences("demo"))
+
+
+async def test_a_draft_model_chosen_for_a_missing_one_is_used_by_later_chats(tmp_path: Path) -> None:
+    runtime, path = ScriptedRuntime(), tmp_path / "preferences.json"
+    Preferences.read(path).remember(ModelReferences("demo", "/no/such/draft.gguf"), path)
+    async with driving(
+        loading(runtime), tmp_path, load_other=lambda *_: loading(runtime), fallback_note="It was not found."
+    ) as d:
+        await d.send("/context 768")
+        await d.said("context is now")
+        await d.settled()
+        assert Preferences.read(path).draft == "/no/such/draft.gguf"
+        await d.send("/draft demo-draft")
+        await until(d.pilot, lambda: Preferences.read(path).draft == "demo-draft")
+        await d.settled()

@@ -187,7 +187,7 @@ async def test_options_outside_the_settings_form_can_be_changed_too(tmp_path: Pa
         for typed, shown in (
             ("/set mmproj auto", "mmproj is now off."),
             ("/set flash-attention off", "flash_attention is now off."),
-            ("/set parallel default", "Parallel is now 1."),
+            ("/set parallel default", "parallel is now 1."),
         ):
             await d.send(typed)
             await d.said(shown)
@@ -203,6 +203,7 @@ async def test_draft_and_head_without_a_value_list_the_choices(tmp_path: Path) -
     async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
         await d.send("/draft")
         await d.said("demo-draft: 2.7 MiB, expected speed-up")
+        assert "/set draft" not in d.transcript()
         await d.send("/set head")
         await d.said("demo-head")
         await d.send("/set head nonsense")

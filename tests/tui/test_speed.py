@@ -85,6 +85,11 @@ NONE = MethodReport("none", "none", "asked for")
             ("too small to measure", "29 of 40", "/set temperature"),
         ),
         (
+            replace(LIVE, gain=1.52, gain_uncertainty=0.79),
+            made_up_stats(30),
+            ("varied too much", "29 of 40 guesses were accepted (72%).", "/race"),
+        ),
+        (
             replace(LIVE, gain=None),
             Stats(),
             ("too short to tell", "nothing to guess from", "temperature 0"),

@@ -182,6 +182,7 @@ def test_history_walks_back_and_forth_and_keeps_the_unsent_text() -> None:
 def test_numbers_read_well() -> None:
     assert numbers.rate(212.4) == "212 tok/s"
     assert numbers.rate(3.14) == "3.1 tok/s"
+    assert numbers.rate(0.0312) == "0.031 tok/s"
     assert numbers.rate(None) == "– tok/s"
     assert [numbers.seconds_text(s) for s in (None, 0.0047, 0.35, 12.3, 75)] == [
         "–", "4.7 ms", "0.35 s", "12 s", "1 m 15 s",

@@ -609,6 +609,11 @@ class LlamaContext(KvSequences):
         if self._thread_count:
             self._thread_count.is_fixed = fixed
 
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        """Read fewer weights ahead while memory is low. See `LanguageModel.watch_memory`."""
+        if self._stream:
+            self._stream.watch_memory(spare_bytes)
+
     def _adapt_threads(self) -> None:
         """Limit the threads of the next pass to the cores that other programs leave free."""
         if self._thread_count and (threads := self._thread_count.update()) != self.threads:

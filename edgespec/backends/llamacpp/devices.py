@@ -15,6 +15,7 @@ from pathlib import Path
 from edgespec.backends.llamacpp.experts import expert_bytes
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
+from edgespec.backends.llamacpp.weight_layouts import amx_added_bytes
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
@@ -28,12 +29,14 @@ from edgespec.system.files import file_state, format_bytes
 __all__ = [
     "Gpu",
     "LayerPlacement",
+    "amx_bytes",
     "cards",
     "device_split",
     "expert_shares",
     "gpus",
     "has_own_memory",
     "in_main_memory",
+    "mtp_layer_count",
     "offloaded_bytes",
     "on_cpu",
     "output_bytes",
@@ -122,13 +125,15 @@ def device_split(
 ) -> tuple[int, float, int]:
     """Return how much of a model is in GPU memory when `gpu_layers` layers are offloaded.
 
-    llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
+    llama.cpp offloads the output layer first, then the other layers from last to first. The last ones are the
+    multi-token prediction layers, which llama.cpp counts even if it does not load them. It keeps the token
     embedding in main memory, and copies it to the GPU if it is also the output layer.
 
     Args:
         paths: The model file, or all files of the model.
-        layers: The number of layers, excluding the output layer.
-        gpu_layers: The number of offloaded layers, including the output layer. None means all.
+        layers: The number of layers, excluding the output layer and multi-token prediction layers.
+        gpu_layers: The number of offloaded layers, including the output layer and multi-token prediction
+            layers. None means all.
         experts: The number of layers whose experts stay in main memory. See `LoadOptions.experts`.
 
     Returns:
@@ -143,7 +148,7 @@ def device_split(
     sizes = offloaded_bytes(paths, layers, gpu_layers, experts)
     tensors = dict(_all_tensor_bytes(paths))
     tied_bytes = 0 if "output.weight" in tensors else tensors.get("token_embd.weight", 0)
-    return sum(sizes), (len(sizes) - 1) / layers, tied_bytes
+    return sum(sizes), (layers - _first_offloaded(paths, layers, gpu_layers)) / layers, tied_bytes
 
 
 def offloaded_bytes(
@@ -151,18 +156,20 @@ def offloaded_bytes(
 ) -> list[int]:
     """Return the weight bytes on the GPUs of each offloaded layer, with the output layer last.
 
-    The arguments and errors are the same as for `device_split`.
+    Multi-token prediction layers count as empty, because their weights belong to the head. The arguments and
+    errors are the same as for `device_split`.
     """
     if not layers or gpu_layers == 0:
         return []
-    first = layers - min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    first = _first_offloaded(paths, layers, gpu_layers)
     tensors = _all_tensor_bytes(paths)
     is_tied = not any(name == "output.weight" for name, _ in tensors)
     output = ("output", "token_embd.weight") if is_tied else ("output",)
-    sizes = [0] * (layers - first + 1)
+    mtp_layers = mtp_layer_count(paths)
+    sizes = [0] * (layers - first + min(mtp_layers, mtp_layers if gpu_layers is None else gpu_layers - 1) + 1)
     for name, size_bytes in tensors:
         if match := _LAYER.match(name):
-            # Skip multi-token prediction layers, which have higher indices and belong to the head.
+            # Multi-token prediction layers have higher indices.
             if first <= (layer := int(match[1])) < layers:
                 sizes[layer - first] += size_bytes
         elif name.startswith(output):
@@ -171,6 +178,31 @@ def offloaded_bytes(
         if first <= layer < layers:
             sizes[layer - first] -= size_bytes
     return sizes
+
+
+def _first_offloaded(paths: str | Sequence[str], layers: int, gpu_layers: int | None) -> int:
+    """Return the index of the first offloaded layer, or `layers` if none is. See `device_split`."""
+    if gpu_layers is None:
+        return 0
+    # llama.cpp offloads the output layer and the multi-token prediction layers first.
+    return min(layers, max(0, layers + mtp_layer_count(paths) + 1 - gpu_layers))
+
+
+def mtp_layer_count(paths: str | Sequence[str]) -> int:
+    """Return the number of multi-token prediction layers in a model's files, which follow all other layers.
+
+    llama.cpp includes them when it counts offloaded layers, even if it does not load them.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+    """
+    files = gguf_files(Path(paths)) if isinstance(paths, str) else list(map(Path, paths))
+    return _mtp_layer_count(files[0], file_state(files[0]))
+
+
+@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
+def _mtp_layer_count(file: Path, _file_state: str) -> int:
+    return read_header(file).architecture_number("nextn_predict_layers")
 
 
 def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> int:
@@ -200,6 +232,48 @@ def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> in
     return needed - sum(used)
 
 
+def amx_bytes(paths: str | Sequence[str], layers: int, gpu_layers: int | None, *, own_head: bool) -> int:
+    """Return how many bytes more than in a file a model's weights in main memory take in AMX's layout.
+
+    Multi-token prediction layers count only if they are loaded (`own_head`). See `device_split` for the other
+    arguments.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+    """
+    files = gguf_files(Path(paths)) if isinstance(paths, str) else [*map(Path, paths)]
+    added, block_count = _amx_added_bytes(tuple(files), tuple(map(file_state, files)))
+    is_offloaded = layers > 0 and gpu_layers != 0
+    first_offloaded = _first_offloaded(paths, layers, gpu_layers) if is_offloaded else block_count
+    first_drafting = block_count - mtp_layer_count(paths)
+    total_bytes = 0
+    for name, size_bytes in added:
+        layer = int(match[1]) if (match := _LAYER.match(name)) else block_count
+        is_loaded = own_head or not first_drafting <= layer < block_count
+        if is_loaded and (layer < first_offloaded or not is_offloaded):
+            total_bytes += size_bytes
+    return total_bytes
+
+
+@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
+def _amx_added_bytes(
+    files: tuple[Path, ...], _file_states: tuple[str, ...]
+) -> tuple[Sequence[tuple[str, int]], int]:
+    """Return the bytes that AMX's layout adds to each matrix, and the number of layers in the header.
+
+    If the token embedding is also the output layer, llama.cpp loads it twice: as in the file to look up rows,
+    and in AMX's layout to compute logits.
+    """
+    headers = [read_header(file) for file in files]
+    sizes = {tensor.name: amx_added_bytes(tensor) for header in headers for tensor in header.tensors}
+    added = {name: size_bytes for name, size_bytes in sizes.items() if size_bytes is not None}
+    embedding_added = added.pop("token_embd.weight", None)
+    if embedding_added is not None and "output.weight" not in sizes:
+        file_bytes = dict(chain.from_iterable(map(tensor_bytes, files, headers)))
+        added["output.weight"] = file_bytes["token_embd.weight"] + embedding_added
+    return list(added.items()), headers[0].architecture_number("block_count")
+
+
 def expert_shares(
     paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int
 ) -> ExpertShares:
@@ -212,11 +286,11 @@ def expert_shares(
     """
     every = expert_bytes(paths) if layers and gpu_layers != 0 else {}
     sizes = {layer: size_bytes for layer, size_bytes in every.items() if layer < layers}
-    offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    first = _first_offloaded(paths, layers, gpu_layers) if sizes else 0
     in_memory = {
         layer: size_bytes
         for number, (layer, size_bytes) in enumerate(sizes.items())
-        if number < experts or layer < layers - offloaded
+        if number < experts or layer < first
     }
     memory_bytes = sum(in_memory.values())
     return ExpertShares(len(sizes), len(in_memory), memory_bytes, sum(sizes.values()) - memory_bytes)

@@ -105,6 +105,10 @@ class GgufModel(BaseModel):
         for context in self._contexts:
             context.fix_threads(fixed)
 
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        for context in self._contexts:
+            context.watch_memory(spare_bytes)
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._end_round()

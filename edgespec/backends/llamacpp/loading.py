@@ -53,6 +53,7 @@ __all__ = [
     "load_vocabulary",
     "load_weights",
     "model_params",
+    "named_layouts",
     "repacks_weights",
     "threads_for",
     "with_more_memory",
@@ -254,9 +255,17 @@ def _repacks_weights(
     with captured_log() as lines:
         skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers, experts)
         library().llama_model_free(skeleton)
-    # llama.cpp reports its buffers only in its log.
-    buffers = [f" {layout} model buffer" for layout in layout_names()]
-    return any(buffer in line for buffer in buffers for line in lines)
+    return bool(named_layouts(lines))
+
+
+def named_layouts(lines: Sequence[str]) -> frozenset[str]:
+    """Return the layouts that llama.cpp chose for weights, given the lines that it logged meanwhile.
+
+    It reports its buffers only in its log.
+    """
+    return frozenset(
+        layout for layout in layout_names() if any(f" {layout} model buffer" in line for line in lines)
+    )
 
 
 def load_skeleton(paths: Paths, gpu_layers: int | None, experts: int = 0) -> Any:

@@ -26,17 +26,19 @@ from edgespec.backends.llamacpp.context_planning import (
 )
 from edgespec.backends.llamacpp.devices import (
     LayerPlacement,
+    amx_bytes,
     device_split,
     expert_shares,
     has_own_memory,
     in_main_memory,
+    mtp_layer_count,
     offloaded_bytes,
     on_cpu,
     place_layers,
     unusable_bytes,
 )
 from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
-from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
+from edgespec.backends.llamacpp.loading import Paths, load_skeleton, named_layouts
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
     has_compressed_keys,
@@ -47,6 +49,7 @@ from edgespec.backends.llamacpp.metadata import (
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
+from edgespec.backends.llamacpp.weight_layouts import AMX
 from edgespec.backends.llamacpp.weight_stream import (
     LayerRanges,
     can_stream,
@@ -142,18 +145,18 @@ class GgufMemoryEstimator:
         split_files = [[str(Path(path) / file) for file in files] for files in PARTS]
         self._files: list[Paths] = [*split_files] if split else [path]
         self._weights: list[Any] = []
+        # The layouts to which llama.cpp converts weights of each part, if it may.
+        self._layouts: list[frozenset[str]] = []
         self._open(None, None)
         lib, weights = library(), self._weights[0]
         self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
         self.why_not_shared = "it was prepared for early exit" if split else why_not_shared(weights)
         self._part_layers = [lib.llama_model_n_layer(part) * has_own_memory() for part in self._weights]
-        self.layers: int = max(self._part_layers)
+        # llama.cpp counts multi-token prediction layers when it offloads layers, even if they are not loaded.
+        mtp_layers = 0 if split else mtp_layer_count(path)
+        self.layers: int = max(layers and layers + mtp_layers for layers in self._part_layers)
         self._streamable: list[LayerRanges] | None = None
-        # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
-        # repacking the weights.
-        can_share = split and not any(repacks_weights(files, None) for files in self._files)
-        self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
         # Multi-token prediction layers count towards the head's memory, not the model's.
         self._unloaded_bytes = 0 if split else unloaded_bytes(Path(path))
@@ -180,14 +183,18 @@ class GgufMemoryEstimator:
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
             for files, count in zip(self._files, experts_per_part(self._files, experts), strict=True):
-                self._weights.append(load_skeleton(files, gpu_layers, count))
+                with captured_log() as lines:
+                    self._weights.append(load_skeleton(files, gpu_layers, count))
+                self._layouts.append(named_layouts(lines))
         except BaseException:
             self.close()
             raise
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model needs with these load options."""
-        if self.layers and self._placement != (options.gpu_layers, options.experts):
+        # A GPU that shares main memory has buffers too, unless the model runs on the CPU.
+        can_offload = library().llama_supports_gpu_offload()
+        if can_offload and self._placement != (options.gpu_layers, options.experts):
             self._open(options.gpu_layers, options.experts)
         plans, part_options = self._plans(options)
         cache_bytes = compute_bytes = output_bytes = 0
@@ -214,8 +221,7 @@ class GgufMemoryEstimator:
         weight_bytes += adapter_bytes(options.adapters)
         if options.streamed_layers:
             weight_bytes -= saved_bytes(choose_streamed(self._streamable_layers(), options))
-        if options.mmap and not options.mlock and in_main_memory(options):
-            weight_bytes -= self._shared_bytes
+        weight_bytes += self._repacked_bytes(options)
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),
             MemoryPart("weights", gpu_weights, GPU),
@@ -236,6 +242,22 @@ class GgufMemoryEstimator:
             why_experts_stay=self._why_experts_stay(options),
         )
 
+    def _repacked_bytes(self, options: LoadOptions) -> int:
+        """Return how many bytes repacking the weights for this CPU adds, or saves if the number is negative.
+
+        The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
+        repacking the weights.
+        """
+        # Weights that are read from disk in every pass stay as they are in the file.
+        if not options.repack or options.streamed_layers or not any(self._layouts):
+            maps = self._split and options.mmap and not options.mlock and in_main_memory(options)
+            return -int(metadata(self._weights[0], SHARED_BYTES_KEY) or 0) if maps else 0
+        return sum(
+            amx_bytes(files, layers, options.gpu_layers, own_head=options.own_head)
+            for files, layers, layouts in zip(self._files, self._part_layers, self._layouts, strict=True)
+            if AMX in layouts
+        )
+
     def _unusable_bytes(
         self, part: int, gpu_layers: int | None, experts: int, buffers: ContextBuffers
     ) -> int:
@@ -243,7 +265,9 @@ class GgufMemoryEstimator:
         layers = self._part_layers[part]
         *sizes, output = offloaded_bytes(self._files[part], layers, gpu_layers, experts) or [0]
         cache_bytes = buffers.cache_bytes // max(1, layers)
-        return unusable_bytes([*(size + cache_bytes for size in sizes), output], dict(buffers.compute))
+        # Multi-token prediction layers, whose size is 0 here, do not use this cache.
+        with_cache = [size + cache_bytes if size else 0 for size in sizes]
+        return unusable_bytes([*with_cache, output], dict(buffers.compute))
 
     def _expert_shares(self, options: LoadOptions, in_memory: Sequence[int]) -> ExpertShares | None:
         shares = [
@@ -352,6 +376,7 @@ class GgufMemoryEstimator:
 
     def close(self) -> None:
         """Free the model's metadata."""
+        self._layouts.clear()
         while self._weights:
             library().llama_model_free(self._weights.pop())
         release_free_memory()

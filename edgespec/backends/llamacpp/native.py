@@ -29,7 +29,7 @@ from edgespec.system.files import (
     regular_file_bytes,
     touch_private,
 )
-from edgespec.system.installation import setup_command
+from edgespec.system.installation import package_version, setup_command
 
 __all__ = [
     "ContextParams",
@@ -37,6 +37,7 @@ __all__ = [
     "GpuLibrary",
     "Interrupt",
     "captured_log",
+    "cpu_kernels",
     "ggml",
     "library",
     "library_identity",
@@ -65,7 +66,7 @@ _GPU_LIBRARIES = ("cuda", "vulkan")
 @cache
 def library() -> ModuleType:
     """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
-    limit = _load_kernel_limit()
+    kernels = cpu_kernels()
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -73,8 +74,8 @@ def library() -> ModuleType:
             f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
             f"install it with `{setup_command()}`, which needs a C++ compiler",
         ) from error
-    if limit is not None:
-        _limit_kernels(limit)
+    if kernels is not None:
+        _connect_kernels(kernels)
     _open_log()
     _resend_interrupts_in_callbacks()
     callback = llama_cpp.llama_log_callback(_on_line)
@@ -85,26 +86,38 @@ def library() -> ModuleType:
     return llama_cpp
 
 
-def _load_kernel_limit() -> ctypes.CDLL | None:
-    """Load the library that keeps llamafile's kernels from some types of weights, if it is installed.
+@cache
+def cpu_kernels() -> ctypes.CDLL | None:
+    """Return the library that replaces some of llama.cpp's CPU kernels, or None if it is not installed.
 
-    Call this before llama_cpp is imported. See scripts/llamafile_types.cpp.
+    With it, CPU attention over f16 keys and values computes a token alone exactly as among others. It must be
+    loaded before llama_cpp is imported, so `library` calls this first. See scripts/cpu_kernels.cpp.
     """
-    package = find_spec("llama_cpp")
+    package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
     for folder in (package and package.submodule_search_locations) or ():
-        path = Path(folder) / "lib" / "libedgespec-llamafile.so"
+        path = Path(folder) / "lib" / f"libedgespec-kernels-{version}.so"
         if path.is_file():
             with suppress(OSError):
                 return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return None
 
 
-def _limit_kernels(limit: ctypes.CDLL) -> None:
+def _connect_kernels(kernels: ctypes.CDLL) -> None:
+    """Pass the kernels the functions of llama.cpp that they call. Raises BackendMissingError on failure."""
     from llama_cpp.llama_cpp import _lib
 
-    # If llama.cpp was built without these kernels, it uses its own for all weights.
-    with suppress(AttributeError):
-        limit.edgespec_set_llamafile(ctypes.cast(_lib.llamafile_sgemm, ctypes.c_void_p))
+    address = ctypes.c_void_p
+    # If llama.cpp was built without llamafile's kernels, it uses its own for all weights.
+    llamafile = ctypes.cast(_lib.llamafile_sgemm, address) if hasattr(_lib, "llamafile_sgemm") else None
+    names = ("ggml_compute_forward_flash_attn_ext", "ggml_cpu_fp16_to_fp32", "ggml_vec_soft_max_f32")
+    try:
+        functions = [ctypes.cast(getattr(_lib, name), address) for name in names]
+    except AttributeError as error:
+        raise BackendMissingError(
+            f"llama-cpp-python does not fit its CPU kernels ({Path(kernels._name).name}): {error}",
+            f"remove that file, and install both with `{setup_command()}`",
+        ) from error
+    kernels.edgespec_set_kernels(llamafile, *functions)
 
 
 @cache

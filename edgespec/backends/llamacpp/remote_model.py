@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context_plan import parse_kv_types
-from edgespec.backends.llamacpp.devices import LayerPlacement
+from edgespec.backends.llamacpp.devices import LayerPlacement, mtp_layer_count
 from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -70,7 +70,7 @@ def load_on_workers(
     )
 
     def load() -> LlamaCppModel:
-        place = _Placer(list(chain.from_iterable(add_devices(workers))), placement)
+        place = _Placer(list(chain.from_iterable(add_devices(workers))), placement, mtp_layer_count(path))
         weights = load_files(path, name, own, progress, repack=False, place=place)
         try:
             return LlamaCppModel(weights, path, name, own)
@@ -92,13 +92,15 @@ def _placement(path: str, name: str, options: LoadOptions) -> LayerPlacement:
 class _Placer:
     """Sets the devices of a model's layers in llama.cpp's parameters, and keeps the C arrays alive."""
 
-    def __init__(self, devices: Sequence[Any], placement: LayerPlacement) -> None:
-        self._remote_layers = sum(placement.remote)
+    def __init__(self, devices: Sequence[Any], placement: LayerPlacement, mtp_layers: int) -> None:
         # llama.cpp counts the output layer as an extra layer on the last device with layers, which always
-        # holds the final norm.
+        # holds the final norm. It also counts the multi-token prediction layers before it, which it does not
+        # load.
+        other_layers = mtp_layers + 1
+        self._layers = sum(placement.remote) + other_layers
         counts = [float(count) for count in placement.remote]
         last = max((i for i, count in enumerate(counts) if count), default=len(counts) - 1)
-        counts[last] += 1.0
+        counts[last] += other_layers
         self._devices = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         self._split = (ctypes.c_float * _MAX_DEVICES)(*counts)
         buffer_type = ggml().ggml_backend_cpu_buffer_type
@@ -107,7 +109,7 @@ class _Placer:
         self._overrides = (ctypes.c_void_p * 4)(pattern, buffer_type(), None, None)
 
     def __call__(self, params: Any) -> None:
-        params.n_gpu_layers = self._remote_layers + 1
+        params.n_gpu_layers = self._layers
         params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
         params.tensor_split = self._split
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)

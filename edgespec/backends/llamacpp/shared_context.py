@@ -197,6 +197,11 @@ class SharedContext:
         with self.lock:
             self._context.fix_threads(fixed)
 
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        """Let the context use less memory while memory is low. See `LanguageModel.watch_memory`."""
+        with self.lock:
+            self._context.watch_memory(spare_bytes)
+
     def release(self) -> None:
         """Close a slot. When the last slot is closed, free the context and the weights."""
         with self.lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,9 @@ class SlotModel(HeadTarget):
 
     def fix_threads(self, fixed: bool) -> None:
         self._slot.shared.fix_threads(fixed)
+
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        self._slot.shared.watch_memory(spare_bytes)
 
     def set_max_threads(self, threads: int) -> None:
         self._slot.shared.set_max_threads(threads)

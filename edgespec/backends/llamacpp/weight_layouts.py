@@ -25,15 +25,41 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.llamacpp.native import ggml, library_identity
+from edgespec.model.formats.gguf_header import GgufTensor
+from edgespec.system.child_process import CRASH_SIGNALS
 from edgespec.system.facts import Facts
 
-__all__ = ["AMX", "choose_layouts", "layout_names", "main", "remove_layout", "why_layout_fails"]
+__all__ = [
+    "AMX",
+    "amx_added_bytes",
+    "choose_layouts",
+    "layout_names",
+    "main",
+    "remove_layout",
+    "why_layout_fails",
+]
 
 AMX = "AMX"
 # Value of GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
 # All types of weights that llama.cpp's AMX layout has kernels for.
 _KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16")
+# For each ggml type that AMX's layout can hold: a number of weights that must divide the length of a row, and
+# the bytes that the layout adds to that many weights. The numbers were derived from `supports_op` in
+# `ggml-cpu/amx/amx.cpp` and `get_row_size` in `mmq.cpp`. Q8_0 gets an int32 per block, which corrects for
+# signed inputs. The scales and minimums of Q4_K and Q5_K, and the scales of IQ4_XS, are unpacked.
+_AMX_TYPES = {
+    1: (16, 0),  # F16
+    2: (32, 0),  # Q4_0
+    3: (32, 0),  # Q4_1
+    8: (32, 4),  # Q8_0
+    12: (256, 4),  # Q4_K
+    13: (256, 4),  # Q5_K
+    14: (256, 0),  # Q6_K
+    23: (256, 2),  # IQ4_XS
+}
+# AMX holds only matrices whose number of rows is a multiple of this: two tiles of 16 rows.
+_AMX_ROWS = 32
 # Size of the tested matrix: the smallest numbers of rows and columns that divide the work between two threads
 # and suit all types. The kernels differ between one row, a part of a tile and more than one tile.
 _OUTPUTS, _INPUTS, _ROWS = 64, 256, (1, 3, 40)
@@ -42,10 +68,6 @@ _OUTPUTS, _INPUTS, _ROWS = 64, 256, (1, 3, 40)
 _MAX_DIFFERENCE = 0.02
 # Exit status of the child process if the products are wrong.
 _WRONG_STATUS = 3
-# Signals that end the child process if the layout's code is faulty.
-_CRASH_NAMES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
-# Windows lacks some of these signals.
-_CRASHES = tuple(getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name))
 # Time limit of the child process in seconds. The test takes about one second, most of it for imports.
 _MAX_SECONDS = 60.0
 # Code of the child process. It must not import modules from the current folder, which may contain untrusted
@@ -76,6 +98,18 @@ def _choose_layouts() -> str:
     if problem:
         remove_layout(AMX)
     return problem
+
+
+def amx_added_bytes(tensor: GgufTensor) -> int | None:
+    """Return how many bytes more a matrix takes in AMX's layout than in a file.
+
+    Returns None if AMX's layout cannot hold the tensor.
+    """
+    if tensor.kind not in _AMX_TYPES or len(tensor.shape) != 2:
+        return None
+    weights, added_bytes = _AMX_TYPES[tensor.kind]
+    inputs, outputs = tensor.shape
+    return None if inputs % weights or outputs % _AMX_ROWS else outputs * inputs // weights * added_bytes
 
 
 def layout_names() -> list[str]:
@@ -161,7 +195,7 @@ def why_layout_fails(layout: str, kinds: Sequence[str] = _KINDS) -> str:
     )
     if done.returncode == _WRONG_STATUS:
         return "its results were wrong in a test"
-    if -done.returncode in _CRASHES:
+    if -done.returncode in CRASH_SIGNALS:
         return f"it crashed in a test ({signal.Signals(-done.returncode).name})"
     done.check_returncode()
     return ""

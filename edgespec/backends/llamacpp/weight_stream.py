@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter as now
 from typing import Any, NamedTuple
 
 from edgespec.backends.llamacpp.devices import has_own_memory
@@ -49,7 +50,8 @@ __all__ = [
     "unloaded_ranges",
 ]
 
-# Number of streamed layers in memory at a time: one being computed, one ready, and one being read.
+# Number of streamed layers in memory at a time: one being computed, one ready, and one being read. If memory
+# is low, there is only the one being computed.
 LAYERS_IN_MEMORY = 3
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
 # one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
@@ -58,6 +60,9 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
 _POLL_SECONDS = 0.05
+# Minimum time in seconds between checks of the free memory. It was chosen to keep the overhead of these
+# checks low.
+_CHECK_SECONDS = 1.0
 _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
 # Without this flag, Linux refuses mappings larger than the machine's memory. Python's `mmap` module provides
 # it only since version 3.13.
@@ -223,6 +228,10 @@ class WeightStream:
         # compute the layer before its weights have been read.
         self._awaited = 0
         self._missed = False
+        # Maximum number of streamed layers in memory.
+        self._max_layers = LAYERS_IN_MEMORY
+        self._spare_bytes: Callable[[], int] | None = None
+        self._next_check = 0.0
         # Whether all passes so far ended as planned. If not, `_done` may be wrong.
         self._is_intact = True
         self._restarts = 0
@@ -312,14 +321,23 @@ class WeightStream:
         for each in layer.ranges:
             _advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
 
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        """Read fewer layers ahead while memory is low. See `LanguageModel.watch_memory`."""
+        self._spare_bytes = spare_bytes
+
     def _run(self) -> None:
-        """Read the streamed layers in a cycle, pausing while `LAYERS_IN_MEMORY` of them are in memory."""
+        """Read the streamed layers in a cycle, pausing while `_max_layers` of them are in memory."""
         with self._pool:
             while True:
                 with self._state:
-                    self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
+                    # Check the memory while waiting too, because layers that were read ahead stay in memory.
+                    self._state.wait_for(lambda: self._closed or self._can_read, _CHECK_SECONDS)
+                self._check_memory()
+                with self._state:
                     if self._closed:
                         return
+                    if not self._can_read:
+                        continue
                     layer, restarts = self._layers[self._read % self._count], self._restarts
                 error = self._read_layer(layer, restarts)
                 with self._state:
@@ -365,7 +383,38 @@ class WeightStream:
 
     @property
     def _has_room(self) -> bool:
-        return self._read - self._done < min(LAYERS_IN_MEMORY, self._count)
+        return self._read - self._done < min(self._max_layers, self._count)
+
+    @property
+    def _can_read(self) -> bool:
+        return self._has_room and self._error is None
+
+    def _check_memory(self) -> None:
+        """Free the layers that were read ahead if memory is low. Called only in the reader's thread."""
+        if self._spare_bytes is None or now() < self._next_check:
+            return
+        self._next_check = now() + _CHECK_SECONDS
+        try:
+            spare_bytes = self._spare_bytes()
+        except Exception:
+            # Passes would wait forever for a reader that has ended.
+            return
+        with self._state:
+            if spare_bytes < 0 and self._max_layers > 1 and self._error is None:
+                self._max_layers = 1
+                # A pass may be computing the layer that it has waited for.
+                first = max(self._done, self._awaited)
+                for number in range(first, self._read):
+                    self._free(self._layers[number % self._count])
+                self._read = min(self._read, first)
+            elif spare_bytes >= self._read_ahead_bytes:
+                # With less, memory would be low again as soon as these layers had been read.
+                self._max_layers = LAYERS_IN_MEMORY
+
+    @property
+    def _read_ahead_bytes(self) -> int:
+        """Maximum size of the layers that are read ahead of the one being computed."""
+        return sum(sorted(layer.size_bytes for layer in self._layers)[1 - LAYERS_IN_MEMORY :])
 
     def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
         """Prepare for a pass. If the last one was not finished, start again at the first streamed layer.

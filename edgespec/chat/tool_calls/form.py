@@ -19,6 +19,7 @@ __all__ = [
     "CallForm",
     "CallWriter",
     "ChoicePart",
+    "EitherPart",
     "JsonPart",
     "OptionalPart",
     "Part",
@@ -77,7 +78,14 @@ class OptionalPart:
     parts: Sequence[Part]
 
 
-Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart"
+@dataclass(frozen=True)
+class EitherPart:
+    """One of several sequences of parts."""
+
+    choices: Sequence[Sequence[Part]]
+
+
+Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart | EitherPart"
 """A part of a tool call. A string is literal text."""
 
 

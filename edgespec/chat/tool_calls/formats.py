@@ -8,9 +8,12 @@ share a few forms, however, so one table covers them.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from edgespec.chat.tool_calls.form import (
     CallForm,
     CallWriter,
     ChoicePart,
+    EitherPart,
     JsonPart,
     OptionalPart,
     Part,
@@ -35,6 +39,24 @@ _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 # Python's spellings of JSON values, which some templates use.
 _PYTHON_VALUES = {"True": "true", "False": "false", "None": "null"}
+# Matches the names of tools and arguments that are not in quotes.
+_NAME = re.compile(r"[\w.:/-]+")
+_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null", re.ASCII)
+# Matches the escapes in texts of Python and JSON.
+_LITERAL_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[^xuU])", re.DOTALL)
+# Length of the longest of these escapes, such as \\U0001f600.
+_LITERAL_ESCAPE_CHARACTERS = 10
+_ESCAPED = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "\n": "",
+    **{each: each for each in "\\'\"/"},
+}
+# Maximum nesting depth of arguments written as literals. The limit was chosen, not measured.
+_MAX_LITERAL_LEVELS = 32
 _JSON_TYPES: dict[type, frozenset[str]] = {
     str: frozenset({"string"}),
     bool: frozenset({"boolean"}),
@@ -191,12 +213,15 @@ class _TaggedForm:
         name_end: The text after the name. It may be missing.
         key: The text before and the text after the name of a parameter.
         value_open: The text before a value, in addition to the key, if any.
+        text_open: The text before a value that is text, for models that mark such values. `value_open` then
+            precedes all other values.
         value_end: The text after a value.
         call_end: The text after the last parameter.
         padded: Whether each value is on lines of its own. The line breaks around it are not part of the
             value.
         closes: The markers after a call, including any that only the last of several calls has. They may be
             missing.
+        control_tokens: Control tokens in calls, in addition to the strings above.
     """
 
     opens: tuple[str, ...]
@@ -205,14 +230,17 @@ class _TaggedForm:
     value_end: str
     call_end: str
     value_open: str = ""
+    text_open: str = ""
     padded: bool = False
     closes: tuple[str, ...] = ()
+    control_tokens: tuple[str, ...] = ()
     starts_bare: bool = False
     reasoning_ends: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.opens, *self.key, self.value_open, self.value_end, self.call_end, *self.closes)
+        values = self.value_open, self.text_open, self.value_end
+        return (*self.opens, *self.key, *values, self.call_end, *self.closes, *self.control_tokens)
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
         yield from read_closes(reader, self.opens)
@@ -232,13 +260,17 @@ class _TaggedForm:
             if key is None:
                 return False
             yield from reader.literal(key_end)
+            types, opening = _types(writer.parameter(key)), ""
             if self.value_open:
                 yield from reader.space()
-                if not (yield from reader.literal(self.value_open)):
+                opening = yield from reader.literal(self.value_open, self.text_open)
+                if not opening:
                     return False
+            if opening and opening == self.text_open and (not types or "string" in types):
+                types = frozenset({"string"})
             writer.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            if not (yield from self._read_value(reader, writer, _types(writer.parameter(key)))):
+            if not (yield from self._read_value(reader, writer, types)):
                 return False
         writer.write("{}" if separator == "{" else "}")
         writer.end()
@@ -272,16 +304,219 @@ class _TaggedForm:
     def _spell_argument(self, key: str, schema: Any, parameters: Mapping[str, Any]) -> list[Part]:
         key_open, key_end = self.key
         padding = "\n" if self.padded else ""
-        before = key_open + key + key_end + (f"\n{self.value_open}" if self.value_open else "") + padding
         end = f"{padding}{self.value_end}"
-        if isinstance(schema, dict) and _types(schema) == {"string"}:
-            texts = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        is_text = _is_text(schema)
+        opening = self.value_open and f"\n{self.value_open}"
+        if self.text_open:
+            opening = self.text_open if is_text else self.value_open
+        before = key_open + key + key_end + opening + padding
+        if is_text:
+            texts = _choices(schema)
             return (
                 [before, ChoicePart(texts), f"{end}\n"] if texts else [before, TextPart(self.value_end), "\n"]
             )
-        definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
-        with_definitions = {**schema, **definitions} if isinstance(schema, dict) else {}
-        return [before, JsonPart(with_definitions), f"{end}\n"]
+        return [before, JsonPart(_with_definitions(schema, parameters)), f"{end}\n"]
+
+
+@dataclass(frozen=True)
+class _LiteralForm:
+    """Tool calls such as `[add(a=1, b="x")]`, with arguments as in a programming language.
+
+    The parser converts the arguments to JSON. It also accepts JSON.
+
+    Attributes:
+        opens: The marker before a call, or before a list of calls.
+        closes: The marker after a call or a list of calls. It may be missing.
+        before_name: The text before a tool's name.
+        brackets: The text before and the text after the arguments.
+        name_end: The text between the name of an argument and its value.
+        separator: The text between two arguments.
+        quote: The text before and after a text. If empty, the model writes text as JSON or Python does.
+        is_list: Whether the calls are in square brackets.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    before_name: str
+    brackets: tuple[str, str]
+    name_end: str
+    separator: str
+    quote: str = ""
+    is_list: bool = False
+    starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.opens, *self.closes, self.quote)
+
+    def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        yield from reader.space()
+        in_list = self.is_list and (yield from reader.literal("["))
+        while True:
+            yield from reader.space()
+            yield from reader.literal(self.before_name)
+            name = yield from reader.until(self.brackets[:1], MAX_NAME_CHARACTERS)
+            if name is None or not _NAME.fullmatch(name.strip()) or not writer.begin(name.strip()):
+                return False
+            yield from reader.literal(self.brackets[0])
+            if not (yield from self._read_object(reader, writer.write, self.name_end, self.brackets[1])):
+                return False
+            writer.end()
+            yield from reader.space()
+            if not (in_list and (yield from reader.literal(","))):
+                break
+        if in_list and not (yield from reader.literal("]")):
+            return False
+        yield from read_closes(reader, self.closes)
+        return True
+
+    def _read_object(
+        self, reader: TextReader, write: Callable[[str], None], name_end: str, end: str, levels: int = 0
+    ) -> Wait[bool]:
+        """Read named values up to and including the closing bracket `end`, and write them as JSON."""
+        write("{")
+        separator = ""
+        while not (yield from self._read_end(reader, end)):
+            name: list[str] = []
+            if (quote := (yield from reader.literal(*self._quotes))) and not (
+                yield from self._read_text(reader, name.append, quote)
+            ):
+                return False
+            if not quote:
+                bare = yield from reader.until((name_end,), MAX_NAME_CHARACTERS)
+                if bare is None or not _NAME.fullmatch(bare.strip()):
+                    return False
+                name.append(json.dumps(bare.strip(), ensure_ascii=False))
+            yield from reader.space()
+            if not (yield from reader.literal(name_end)):
+                return False
+            write(f"{separator}{''.join(name)}: ")
+            separator = ", "
+            if not (yield from self._read_item(reader, write, end, levels)):
+                return False
+        write("}")
+        return True
+
+    def _read_list(self, reader: TextReader, write: Callable[[str], None], levels: int) -> Wait[bool]:
+        write("[")
+        separator = ""
+        while not (yield from self._read_end(reader, "]")):
+            write(separator)
+            separator = ", "
+            if not (yield from self._read_item(reader, write, "]", levels)):
+                return False
+        write("]")
+        return True
+
+    def _read_end(self, reader: TextReader, end: str) -> Wait[str]:
+        yield from reader.space()
+        return (yield from reader.literal(end))
+
+    def _read_item(
+        self, reader: TextReader, write: Callable[[str], None], end: str, levels: int
+    ) -> Wait[bool]:
+        """Read a value and the comma after it, which may be missing before the closing bracket `end`."""
+        if not (yield from self._read_value(reader, write, levels + 1)):
+            return False
+        yield from reader.space()
+        return bool((yield from reader.literal(","))) or (yield from reader.peek()) == end[0]
+
+    def _read_value(self, reader: TextReader, write: Callable[[str], None], levels: int) -> Wait[bool]:
+        yield from reader.space()
+        if quote := (yield from reader.literal(*self._quotes)):
+            return (yield from self._read_text(reader, write, quote))
+        if levels > _MAX_LITERAL_LEVELS:
+            return False
+        if (yield from reader.literal("{")):
+            return (yield from self._read_object(reader, write, ":", "}", levels))
+        if (yield from reader.literal("[")):
+            return (yield from self._read_list(reader, write, levels))
+        found = yield from reader.until((",", "]", "}", self.brackets[1]), MAX_NAME_CHARACTERS)
+        value = (found or "").strip()
+        value = _PYTHON_VALUES.get(value, value)
+        if not _SCALAR.fullmatch(value):
+            return False
+        write(value)
+        return True
+
+    @property
+    def _quotes(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.quote, '"', "'")))
+
+    def _read_text(self, reader: TextReader, write: Callable[[str], None], quote: str) -> Wait[bool]:
+        """Read text up to and including the closing quote, and write it as JSON."""
+        write('"')
+        ends = (quote,) if quote == self.quote else (quote, "\\")
+        while True:
+            if not (yield from reader.stream_until(ends, lambda text: write(_quoted(text)))):
+                return False
+            if (yield from reader.literal(quote)):
+                write('"')
+                return True
+            if (escape := (yield from self._read_escape(reader))) is None:
+                return False
+            write(escape)
+
+    def _read_escape(self, reader: TextReader) -> Wait[str | None]:
+        """Read an escape such as `\\n`, and return it as in JSON, or None if the text ends within it."""
+        while (found := _LITERAL_ESCAPE.match(reader.text, reader.at)) is None:
+            if len(reader.text) - reader.at >= _LITERAL_ESCAPE_CHARACTERS:
+                break
+            if reader.ended:
+                return None
+            yield
+        if found is None:
+            return _quoted((yield from reader.literal("\\")))
+        yield from reader.literal(found[0])
+        if code := found[1] or found[2] or found[3]:
+            # Surrogates are kept as escapes, because two of them can form a character.
+            character = chr(min(int(code, 16), sys.maxunicode))
+            return json.dumps(character, ensure_ascii="\ud800" <= character <= "\udfff")[1:-1]
+        return _quoted(_ESCAPED.get(found[0][1:], found[0]))
+
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+        arguments = {key: self._spell_argument(key, each, parameters) for key, each in properties.items()}
+        before = self.opens[0] + "[" * self.is_list + self.before_name + name + self.brackets[0]
+        after = self.brackets[1] + "]" * self.is_list + self.closes[0]
+        needed = [argument for key, argument in arguments.items() if key in required]
+        optional = [argument for key, argument in arguments.items() if key not in required]
+        return [before, *self._spell_arguments(needed, optional), after]
+
+    def _spell_arguments(self, needed: Sequence[list[Part]], optional: Sequence[list[Part]]) -> list[Part]:
+        """Return the parts of all arguments: those that are needed first, then any of the optional ones."""
+        if not needed:
+            # Any of the optional arguments can be the first one.
+            starts = [self._spell_arguments([each], optional[at + 1 :]) for at, each in enumerate(optional)]
+            return [OptionalPart([EitherPart(starts)])] if starts else []
+        parts = [*needed[0]]
+        for argument in needed[1:]:
+            parts += [self.separator, *argument]
+        return [*parts, *(OptionalPart([self.separator, *argument]) for argument in optional)]
+
+    def _spell_argument(self, key: str, schema: Any, parameters: Mapping[str, Any]) -> list[Part]:
+        before = key + self.name_end
+        if self.quote and _is_text(schema):
+            before += self.quote
+            texts = _choices(schema)
+            return [before, ChoicePart(texts), self.quote] if texts else [before, TextPart(self.quote)]
+        return [before, JsonPart(_with_definitions(schema, parameters))]
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, dict) and _types(schema) == {"string"}
+
+
+def _choices(schema: Mapping[str, Any]) -> Sequence[str]:
+    """Return the texts that a schema of text allows, or an empty sequence if it allows others too."""
+    return schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+
+
+def _with_definitions(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a parameter, with the definitions that it may refer to."""
+    definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    return {**schema, **definitions} if isinstance(schema, dict) else {}
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -304,11 +539,28 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     """Convert `text` to JSON. Text that is not JSON of an allowed type becomes a JSON string."""
     candidate = text.strip()
     candidate = _PYTHON_VALUES.get(candidate, candidate)
+    if candidate[:1] in ("[", "{"):
+        # Some chat templates, such as Seed-OSS's, print lists and objects as Python does.
+        with suppress(SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+            candidate = _json_of_literal(candidate)
     try:
         found = _JSON_TYPES[type(json.loads(candidate))]
     except (ValueError, RecursionError):
         found = frozenset()
     return candidate if found and (found & types or not types) else f'"{_quoted(text)}"'
+
+
+def _json_of_literal(text: str) -> str:
+    """Return a list or an object as JSON. Text that is JSON already is returned unchanged.
+
+    Raises:
+        SyntaxError, ValueError: The text is neither JSON nor a Python literal.
+        TypeError: JSON cannot represent the literal.
+    """
+    with suppress(ValueError):
+        json.loads(text)
+        return text
+    return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
 
 
 def _quoted(text: str) -> str:
@@ -344,6 +596,21 @@ def _function_tags(opening: str, closing: str) -> _TaggedForm:
         call_end="</function>",
         padded=True,
         closes=(closing,),
+    )
+
+
+def _dsml(block: str) -> _TaggedForm:
+    """Return the format of DeepSeek V3.2 and later, which wraps calls in a block with the given name."""
+    return _TaggedForm(
+        opens=(f"<｜DSML｜{block}>", '<｜DSML｜invoke name="'),
+        name_end='">',
+        key=('<｜DSML｜parameter name="', '" string="'),
+        value_open='false">',
+        text_open='true">',
+        value_end="</｜DSML｜parameter>",
+        call_end="</｜DSML｜invoke>",
+        closes=(f"</｜DSML｜{block}>",),
+        control_tokens=("｜DSML｜",),
     )
 
 
@@ -465,6 +732,48 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     ),
     # The format of Granite 3.
     (("<|tool_call|>",), _JsonForm(("<|tool_call|>", "<tool_call>"), (), ("<|tool_call|>[{", "}]"))),
+    # The formats of DeepSeek V3.2 and V4.
+    (("｜DSML｜", "function_calls>"), _dsml("function_calls")),
+    (("｜DSML｜", "tool_calls>"), _dsml("tool_calls")),
+    # The format of Gemma 4.
+    (
+        ("<|tool_call>call:",),
+        _LiteralForm(
+            ("<|tool_call>",),
+            ("<tool_call|>",),
+            "call:",
+            ("{", "}"),
+            name_end=":",
+            separator=",",
+            quote='<|"|>',
+        ),
+    ),
+    # The format of FunctionGemma.
+    (
+        ("<start_function_call>",),
+        _LiteralForm(
+            ("<start_function_call>",),
+            ("<end_function_call>",),
+            "call:",
+            ("{", "}"),
+            name_end=":",
+            separator=",",
+            quote="<escape>",
+        ),
+    ),
+    # The format of LFM2 and LFM2.5.
+    (
+        ("<|im_start|>", "List of tools: "),
+        _LiteralForm(
+            ("<|tool_call_start|>",),
+            ("<|tool_call_end|>",),
+            "",
+            ("(", ")"),
+            name_end="=",
+            separator=", ",
+            is_list=True,
+        ),
+    ),
     # The format of Llama 3.
     (
         ("<|eot_id|>", '"parameters": dictionary of argument name'),

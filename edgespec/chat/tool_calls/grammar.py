@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
 
 from edgespec.chat.tokenizing import is_control
-from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
+from edgespec.chat.tool_calls.form import CallForm, ChoicePart, EitherPart, JsonPart, Part, TextPart
 from edgespec.chat.tool_calls.formats import HERMES
 from edgespec.chat.tool_calls.tool_set import ToolSet
 from edgespec.model.base import Vocabulary
@@ -199,9 +199,13 @@ class _Grammar:
             options = {**_SPACING, "lenient": self._lenient}
             return f"%json {json.dumps({**schema, 'x-guidance': options})}"
         if isinstance(part, TextPart):
+            if part.end in self._tokens:
+                return f"{self.terminal(f'/{_ANY_TEXT}/')} {self.literal(part.end)}"
             return self.rule_of(f"/{_ANY_TEXT}/", f"[suffix={_quote(part.end)}]")
         if isinstance(part, ChoicePart):
             return f"({' | '.join(map(_quote, part.texts))})"
+        if isinstance(part, EitherPart):
+            return f"({' | '.join(map(self._sequence, part.choices))})"
         return f"({self._sequence(part.parts)})?"
 
     def literal(self, text: str) -> str:

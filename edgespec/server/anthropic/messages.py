@@ -85,7 +85,8 @@ class ContentBlock(ItemFields):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    source: dict[str, Any] | None = None
+    source: Any = None
+    title: str | None = None
     content: str | _Blocks | None = None
 
 

@@ -179,7 +179,28 @@ def _parts(place: str, content: Any) -> list[tuple[str, Any]] | None:
 
 def is_text(part: Any) -> bool:
     """Return whether a part is a text part in any of the supported APIs' formats."""
-    return isinstance(part, str) or _kind(part) in _TEXT_FIELDS
+    return isinstance(part, str) or _kind(part) in _TEXT_FIELDS or _document(part) is not None
+
+
+def _document(part: Any) -> str | None:
+    """Return the text of Anthropic's documents and search results, with their title, or None for other parts.
+
+    Documents can also be PDF files or links, which are not text.
+    """
+    kind, source = _kind(part), _field(part, "source")
+    content = None
+    if kind == "search_result":
+        content = _field(part, "content")
+    elif kind == "document":
+        content = _field(source, {"text": "data", "content": "content"}.get(str(_field(source, "type")), ""))
+    texts = [content] if isinstance(content, str) else content
+    if not isinstance(texts, list) or not all(
+        isinstance(each, str) or _kind(each) == "text" for each in texts
+    ):
+        return None
+    heading = [_field(part, "title"), source if kind == "search_result" else None]
+    body = [each if isinstance(each, str) else _field(each, "text") for each in texts]
+    return "\n".join(each for each in (*heading, *body) if isinstance(each, str) and each)
 
 
 def _kind(part: Any) -> str:
@@ -191,6 +212,8 @@ def part_text(place: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = _kind(part)
+    if (document := _document(part)) is not None:
+        return document
     if kind not in _TEXT_FIELDS:
         raise unsupported_content(kind, param=place)
     text = _field(part, _TEXT_FIELDS[kind])

@@ -57,6 +57,8 @@ _READ_FIELDS = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),
     "image": ("source",),
+    "document": ("source", "title"),
+    "search_result": ("source", "title", "content"),
 }
 
 

@@ -18,6 +18,7 @@ from edgespec.tui.commands.results import Action, Command, Context, Result, Runn
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.settings import default_sampling
 from edgespec.tui.texts import (
+    ROUGH_GAIN,
     exactness_for,
     exactness_sentence,
     factor_text,
@@ -179,6 +180,11 @@ def _result(method: MethodReport, stats: Stats) -> str:
         factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
         if _is_same_speed(method):
             return f"{used}. The effect on the speed was too small to measure ({factor:.2f}x ± {error:.2f})."
+        if _is_unclear(method):
+            return (
+                f"{used}. The speed varied too much to measure the effect ({factor:.2f}x ± {error:.2f}),"
+                " perhaps because other programs were busy."
+            )
         if method.gain < 0:
             return f"{used}. That made this reply {percent(-method.gain)} slower (± {percent(error)})."
         return f"{used}. That made this reply {factor:.2f}x as fast (± {error:.2f})."
@@ -187,9 +193,14 @@ def _result(method: MethodReport, stats: Stats) -> str:
     return f"{used}. That made this reply about {factor_text(stats.speedup_estimate)}."
 
 
-def _is_same_speed(method: MethodReport) -> bool:
+def _is_unclear(method: MethodReport) -> bool:
     """Return whether the measured gain is within two standard errors of zero."""
     return method.gain is not None and abs(method.gain) <= 2 * max(0.01, method.gain_uncertainty or 0.0)
+
+
+def _is_same_speed(method: MethodReport) -> bool:
+    """Return whether the measured gain is about zero. See `_is_unclear`."""
+    return _is_unclear(method) and (method.gain_uncertainty or 0.0) <= ROUGH_GAIN
 
 
 def _reason(method: MethodReport, stats: Stats) -> str:
@@ -208,7 +219,7 @@ def _reason(method: MethodReport, stats: Stats) -> str:
         )
     if stats.acceptance_rate < _LOW_ACCEPTANCE:
         return f"Only {accepted}, and rejected guesses cost time."
-    if is_too_short(stats):
+    if is_too_short(stats) or (_is_unclear(method) and not _is_same_speed(method)):
         return f"{accepted}."
     if _is_same_speed(method):
         return f"{accepted}, but guessing and checking took about as much time as they saved."

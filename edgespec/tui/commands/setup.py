@@ -69,6 +69,8 @@ __all__ = ["APPEARANCE", "COMMANDS", "check_load_setting", "chosen_model", "syst
 
 # Maximum number of draft models that /draft lists.
 _MAX_CHOICES = 8
+# What to type to change the load options that have a command of their own.
+_SHORT_COMMANDS = {"draft": "/draft and a name", "context": "/context and a number of tokens"}
 _NO_PRESETS = (
     "There are no presets yet. Type /preset save NAME to save the current system prompt, model and settings"
     " under a name."
@@ -167,7 +169,8 @@ def _reload(context: Context, name: str, text: str) -> Result:
     changed = context.changed_load_options
     if not text:
         value = f"{name}: {loaded_value(name, context.runtime, changed)}"
-        advice = f"To change it, which loads the model again, type /set {name} and a value"
+        what_to_type = _SHORT_COMMANDS.get(name, f"/set {name} and a value")
+        advice = f"To change it, which loads the model again, type {what_to_type}"
         described = sentences(value, ALL_LOAD_SETTINGS[name].help, advice)
         return Text("\n".join((described, *_choices(name, context))))
     check_load_setting(name, text)

@@ -48,6 +48,10 @@ def _minimax(*calls: str) -> str:
     return f"<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>"
 
 
+def _dsml(block: str, *calls: str) -> str:
+    return f"<｜DSML｜{block}>\n{''.join(calls)}</｜DSML｜{block}>"
+
+
 _VALUES = (("city", 'Zürich "Nord"'), ("days", "3"), ("units", '["C", "F"]'), ("deep", '{"a": null}'))
 _INVOKED = (
     '<invoke name="get_weather">\n'
@@ -66,6 +70,35 @@ _KIMI_CALL = (
 _JSON = '{"name": "get_weather", "arguments": ' + ARGUMENTS + "}"
 _JSON_NOW = '{"name": "now", "arguments": {}}'
 _COMMAND_R = '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": ' + ARGUMENTS + "}"
+
+_DSML_CALL = (
+    '<｜DSML｜invoke name="get_weather">\n'
+    + "".join(
+        f'<｜DSML｜parameter name="{key}" string="{"true" if key == "city" else "false"}">{value}'
+        "</｜DSML｜parameter>\n"
+        for key, value in _VALUES
+    )
+    + "</｜DSML｜invoke>\n"
+)
+_DSML_NOW = '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n'
+_GEMMA_CALL = (
+    '<|tool_call>call:get_weather{city:<|"|>Zürich "Nord"<|"|>,days:3,units:[<|"|>C<|"|>,<|"|>F<|"|>],'
+    "deep:{a:null}}<tool_call|>"
+)
+_PYTHON_CALL = 'get_weather(city="Zürich \\"Nord\\"", days=3, units=["C", "F"], deep={"a": null})'
+
+
+def _function_gemma(reply: str) -> str:
+    """Return a reply of Gemma 4 as FunctionGemma would write it."""
+    markers = (
+        ('<|"|>', "<escape>"),
+        ("<|tool_call>", "<start_function_call>"),
+        ("<tool_call|>", "<end_function_call>"),
+    )
+    for gemma, function_gemma in markers:
+        reply = reply.replace(gemma, function_gemma)
+    return reply
+
 
 FAMILIES = {
     "qwen3": Family(
@@ -150,6 +183,31 @@ FAMILIES = {
         "<|tool_call|> <|/tool_call|>",
         f"<|tool_call|>[{_JSON}]<|/tool_call|>",
         f"Sure.<|tool_call|>[{_JSON}, {_JSON_NOW}]<|/tool_call|>",
+    ),
+    "deepseek-v3.2": Family(
+        "'｜DSML｜' 'function_calls>'",
+        _dsml("function_calls", _DSML_CALL),
+        "Sure.\n\n" + _dsml("function_calls", _DSML_CALL, _DSML_NOW),
+    ),
+    "deepseek-v4": Family(
+        "'｜DSML｜' 'tool_calls>'",
+        _dsml("tool_calls", _DSML_CALL),
+        "Sure.\n\n" + _dsml("tool_calls", _DSML_CALL, _DSML_NOW),
+    ),
+    "gemma-4": Family(
+        "'<|tool_call>call:' + function['name'] + '{'",
+        _GEMMA_CALL,
+        f"Sure.{_GEMMA_CALL}<|tool_call>call:now{{}}<tool_call|>",
+    ),
+    "function-gemma": Family(
+        "<start_function_call>",
+        _function_gemma(_GEMMA_CALL),
+        _function_gemma(f"Sure.{_GEMMA_CALL}<|tool_call>call:now{{}}<tool_call|>"),
+    ),
+    "lfm2": Family(
+        '<|im_start|>system "List of tools: ["',
+        f"<|tool_call_start|>[{_PYTHON_CALL}]<|tool_call_end|>",
+        f"Sure.<|tool_call_start|>[{_PYTHON_CALL}, now()]<|tool_call_end|>",
     ),
     "granite-3": Family(
         "<|tool_call|> followed by a JSON list",

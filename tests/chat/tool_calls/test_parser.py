@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -244,6 +245,62 @@ def test_the_schema_decides_what_tagged_values_are() -> None:
         "code": "a\n\n<b>\n",
         "other": [1, 2],
     }
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("['C', 'F']", ["C", "F"]),
+        ('["C", "F"]', ["C", "F"]),
+        ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}),
+        ("[C, F]", "[C, F]"),
+        ("{1, 2}", "{1, 2}"),
+        ("[" * 10_000, "[" * 10_000),
+        ("(1, 2)", "(1, 2)"),
+    ],
+)
+def test_tagged_lists_and_objects_can_be_python(written: str, value: object) -> None:
+    reply = f"<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>"
+    text, (call,) = parse(FORMS["qwen3-coder"], reply)
+    assert text == ""
+    assert json.loads(call.arguments) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'it is \"here\"'", 'it is "here"'),
+        (r"'it\'s\n\x41\u00e9\U0001f600\q'", "it's\nAé😀\\q"),
+        (r"'\ud83d\ude00'", "😀"),
+        (r"'\xzz \u12'", r"\xzz \u12"),
+        ("[1, -2.5e3, True, False, None, true,]", [1, -2500.0, True, False, None, True]),
+        ("{'a': {\"b\": []}, \"c\": ['x)']}", {"a": {"b": []}, "c": ["x)"]}),
+        ("''", ""),
+    ],
+)
+def test_arguments_written_in_python(written: str, value: object) -> None:
+    text, calls = parse(FORMS["lfm2"], *f"<|tool_call_start|>[f(a={written}, b = 1)]<|tool_call_end|>")
+    assert (text, [call.name for call in calls]) == ("", ["f"])
+    assert json.loads(calls[0].arguments) == {"a": value, "b": 1}
+
+
+@pytest.mark.parametrize("written", ["[" * 100, "Paris", "1_000", "f(1)", "(1, 2)"])
+def test_arguments_that_are_not_literals_stay_text(written: str) -> None:
+    text, calls = parse(FORMS["lfm2"], *f"<|tool_call_start|>[f(a={written})]<|tool_call_end|>")
+    assert [call.name for call in calls] == ["f"]
+    assert text
+
+
+def test_models_mark_which_values_are_text() -> None:
+    """If the schema doesn't say whether a value is text, the mark of the model does."""
+    values = ("a", "true", "5"), ("b", "false", "5"), ("city", "false", "5"), ("days", "true", "5")
+    marked = "".join(
+        f'<parameter name="{name}" string="{mark}">{value}</parameter>\n' for name, mark, value in values
+    )
+    reply = f'<tool_calls>\n<invoke name="get_weather">\n{marked}</invoke>\n</tool_calls>'
+    reply = re.sub("(</?)", r"\1｜DSML｜", reply)
+    _, (call,) = parse(FORMS["deepseek-v4"], *reply)
+    assert json.loads(call.arguments) == {"a": "5", "b": 5, "city": "5", "days": 5}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -50,8 +50,7 @@ def test_short_and_long_longrope_factors_do_not_share_prefixes(tmp_path: Path) -
     check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, long_from=512, layers=2)), 512, 1024)
 
 
-def test_kv_types_that_auto_chose_do_not_share_prefixes(tmp_path: Path) -> None:
-    """`--exactness off` stores f16 keys, and `--exactness bits` bf16 keys."""
+def test_exact_and_unrestricted_passes_do_not_share_prefixes(tmp_path: Path) -> None:
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     for exactness in ("bits", "off"):
         assert said(path, 512, exactness=exactness)[0] == 0
