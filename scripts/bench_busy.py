@@ -6,8 +6,8 @@
 
 The other program computes on one core: never (`idle`), always (`busy`), or for 5 of every 10 seconds
 (`alternating`). Every repeat runs all combinations of a method and a number of threads on the same prompt, in
-an order that changes from repeat to repeat. An alternating load starts anew with each reply, in every other
-repeat with the busy half. Times exclude prefill.
+an order that changes from repeat to repeat. An alternating load restarts with each reply. In every other
+repeat, it starts with the busy half. Times exclude prefill.
 
 tokens/s    median over the repeats
 x best      median ratio of its speed to that of the fastest fixed number of threads in the same repeat

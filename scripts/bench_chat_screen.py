@@ -7,8 +7,8 @@
 Opens a chat of 1,000 messages without a terminal and presses each key several times. Prints how long it takes
 until the screen is drawn for the first time, which usually shows the result. The goal is a 95th percentile
 below 50 ms. The time until the chat is at rest includes later work, such as preparing the messages above and
-below the screen. It tells how often a key can be repeated. Run this on an otherwise idle machine. Other
-programs disturb the processor time less.
+below the screen. It shows how often a key can be repeated. Run this on an otherwise idle machine. The
+processor time is less sensitive to other programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, quick_screen
 from edgespec.tui.saved_chats import resume
 
-# Replies of typical kinds, in turn: with a command, with code, with a table, and long prose.
+# Typical replies, used one after the other: with a command, with code, with a table, and long prose.
 _PROSE = (
     "The option `-S` sorts by **size**, and the largest file comes first. Add `-r` to reverse the order,"
     " which is useful in a small terminal, because the largest files are then next to the prompt. "
@@ -60,7 +60,7 @@ _REPLIES = (
 )
 # Time between two key presses. Keyboards repeat a key that is held down about 30 times per second.
 _PAUSE_SECONDS = 1 / 30
-# Number of other chats in the list. The search reads them too.
+# Number of other chats in the list, which searches also read.
 _OTHER_CHATS = 100
 
 
@@ -181,8 +181,8 @@ async def _press(app: _TimedApp, key: str) -> None:
     """Press a key and wait until the chat is at rest. `Pilot.press` would also wait for every widget."""
     printable = key if len(key) == 1 else " " if key == "space" else None
     app.post_message(events.Key(key, printable))
-    # The key press passes through the queues of the app, the focused widget and its parents, the screen, and
-    # finally the app again.
+    # A key press passes through the queues of the app, the focused widget and its parents, the screen, and
+    # then the app again.
     focused = app.focused
     parents = [] if focused is None else [node for node in focused.ancestors_with_self if node is not app]
     for node in (app, *parents, app):

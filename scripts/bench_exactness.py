@@ -6,7 +6,8 @@
     scripts/bench_exactness.py big-target.gguf --draft big-draft.gguf --tokens 96
 
 Each model is loaded with `--exactness off`, `auto` and `bits`. The prompts are every third built-in prompt of
-`edgespec bench`, which is one of each category. All settings reply to a prompt, with plain decoding (`none`)
+`edgespec bench`, so that there is one of each category. All settings reply to a prompt, with plain decoding
+(`none`)
 and with `auto`, at temperature 0, before the next prompt is used. Their order changes from prompt to prompt.
 Nothing is cached between replies.
 
@@ -35,9 +36,9 @@ from time import perf_counter as now
 from typing import Any
 
 import edgespec
-from edgespec.bench import bench_prompts
+from edgespec.bench.runs import bench_prompts
 from edgespec.errors import OptionError
-from edgespec.losslessness import prompt_tokens
+from edgespec.losslessness.cases import prompt_tokens
 from scripts.peers.configurations import rotated_order
 from scripts.peers.figures import decode_speed
 from scripts.peers.replies import Run, edgespec_reply
@@ -89,7 +90,7 @@ def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
             runtime = edgespec.load(model, draft, exactness=setting, context=context, prefix_cache="none")
             return runtime, now() - began
 
-        # This load also reads the file, so that the first setting is not at a disadvantage.
+        # This load also reads the file, so that the first setting measured is not at a disadvantage.
         with load("none", "off", "prompts")[0] as runtime:
             prompts = _prompts(runtime, args)
         loads, runtimes = [], {}

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how fast ggml and NumPy multiply by a head's output matrix, which takes most of the time of a head.
+"""Measure how fast ggml and NumPy multiply by a head's output matrix, which takes most of a head's time.
 
     scripts/bench_head_products.py --sizes 4096x32000 --threads 2
 
 Each cell is the median time in milliseconds. A chain needs one row per draft token, and each level of a tree
-several.
+needs several.
 """
 
 from __future__ import annotations

@@ -5,25 +5,27 @@
     scripts/bench_host.py --backend mlx --vocabularies 262144
     scripts/bench_host.py --against ../edgespec-before --repeats 9      # compare with another checkout
 
-The real decoding loop runs with models whose passes take no time, because their logits are prepared: a few
-dozen plausible tokens, whose probabilities fall like a power of their rank, steeply in some rows and slowly
-in others, above a long tail of normally distributed logits. The rows take up 8 MB at 262,144 tokens, so that
-the shared cache holds them, but not the core's own. The target and the draft model have the same logits.
+The real decoding loop runs with models whose passes take no time, because their logits are prepared. Each row
+has a few dozen plausible tokens above a long tail of normally distributed logits. The probabilities of the
+plausible tokens follow a power law, which is steep in some rows and flat in others. With 262,144 tokens, the
+rows take up 8 MB, so that they fit in the shared cache but not in the core's own. The target and the draft
+model have the same logits.
 
 Each row of the table is one vocabulary and one setting. Times are milliseconds of processor time of the
-decoding thread, which is pinned to one core: other programs hardly change them, and time spent waiting for
+decoding thread, which is pinned to one core. Other programs hardly affect them, and time spent waiting for
 MLX's thread does not count. Each is the median of the repeats, with the lowest and highest in brackets.
 
 - pass: a pass of plain decoding.
-- cold pass: the same after 64 MB of other data went through the caches, as the weights of a real model do.
+- cold pass: the same after 64 MB of other data has passed through the caches, as the weights of a real model
+do.
   The logits, edgespec's code and its data are then fetched from memory, which takes longer than to compute.
 - find, noise, accept, loop: the phases of a pass, as medians. `find` is the search for candidates in the row
   of logits, `noise` computes the Gumbel noise, `accept` is the rest of sampling (penalties, filters and the
   choice of the token), and `loop` is everything else, including the measurement of the phases.
 - drafted token: drafting with a draft model in chains of 4, all of which are accepted, per drafted token.
 - row, accepted and rejected: a pass over 8 tokens compared with one over a single token, per additional row.
-  The draft takes no time. It is accepted as a whole, so that 8 tokens are sampled, or rejected at its first
-  token, so that one is.
+  The draft takes no time. If it is accepted as a whole, 8 tokens are sampled. If it is rejected at its first
+  token, only one is.
 
 With MLX, the search and the noise run on the device, so `accept` is the time to launch them.
 """
@@ -76,7 +78,7 @@ _PLAUSIBLE_TOKENS = 48
 _PROMPT = tuple(range(1, 33))
 _OTHER_DATA = np.ones(1 << 24, np.float32)
 _PHASES = ("find", "noise", "accept", "loop")
-# Where the engine computes noise. Another checkout may lack some of these functions.
+# The functions in which the engine computes noise. Another checkout may lack some of them.
 _NOISE = ("logits.gumbel", "quick_choice.gumbel", "quick_choice.tokens_with_noise_above")
 
 
@@ -89,19 +91,19 @@ def prepared_rows(vocab_size: int) -> NDArray[np.float32]:
         plausible = 18 - slope * np.log(np.arange(1, _PLAUSIBLE_TOKENS + 1))
         plausible += random.normal(0.0, 0.3, _PLAUSIBLE_TOKENS)
         row[random.choice(vocab_size, _PLAUSIBLE_TOKENS, replace=False)] = plausible
-    # Repeat the rows, so that a wide pass from any of them is a slice, which needs no copy.
+    # Repeat the rows, so that a wide pass starting at any of them is a slice, which needs no copy.
     return np.concatenate([rows, rows])
 
 
 class Clock:
-    """Adds up the processor time of the phases of sampling. A phase does not include those inside it."""
+    """Adds up the processor time of the phases of sampling. A phase does not include nested phases."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("find", "noise", "accept", "draft", "model"), 0.0)
         self._inner = [0.0]
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and adds its time to a phase."""
+        """Wrap a function so that its time is added to a phase."""
 
         def call(*args: Any, **options: Any) -> Any:
             self._inner.append(0.0)
@@ -117,7 +119,7 @@ class Clock:
 
 
 class PreparedModel(BaseModel):
-    """A language model whose logits are prepared. They depend on the position only."""
+    """A language model with prepared logits, which depend only on the position."""
 
     def __init__(self, rows: NDArray[np.float32], backend: str) -> None:
         self._host_rows, self._device_rows = rows, None
@@ -191,7 +193,7 @@ class EndlessVocabulary:
 
 
 class Repeater:
-    """Drafts the reply that is already known, at no cost, or a reply that is wrong everywhere."""
+    """Drafts the known reply at no cost, or a reply in which every token is wrong."""
 
     def __init__(self, reply: Sequence[int], *, is_right: bool) -> None:
         self._reply = [_PROMPT[-1], *reply]
@@ -209,7 +211,7 @@ class Repeater:
 
 
 class Run(NamedTuple):
-    """A reply: its tokens, and the processor time, target passes and drafted tokens that it took."""
+    """A reply: its tokens, and the processor time, target passes and drafted tokens that it needed."""
 
     tokens: list[int]
     seconds: float
@@ -269,7 +271,7 @@ class TimedLogits(HostLogits):
 
 
 def measure(backend: str, vocab_size: int, params: SamplingParams, passes: int) -> dict[str, float]:
-    """Return the milliseconds of one vocabulary and setting by name, measured once."""
+    """Measure one vocabulary and setting once. Return the times in milliseconds, keyed by name."""
     rows = prepared_rows(vocab_size)
     model, draft = PreparedModel(rows, backend), PreparedModel(rows, backend)
     known = run(model, params, None, 0, passes + 2 * _WIDTH).tokens
@@ -344,7 +346,7 @@ def measure_in(checkout: Path, args: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def print_table(results: Sequence[dict[str, dict[str, float]]], title: str) -> None:
-    """Print the median of the repeats, and mostly the lowest and highest, of each case and time."""
+    """Print the median, and mostly the lowest and highest value, of the repeats for each case and time."""
     print(f"\n{title}: milliseconds, median of {len(results)} repeats [lowest, highest]")
     names = list(next(iter(results[0].values())))
     print(f"{'':24}" + "".join(f"{name:>{_width(name)}}" for name in names))

@@ -3,7 +3,8 @@
 
     sudo scripts/bench_larger_than_memory.py big.gguf --draft small.gguf --shares 0.75,0.55
 
-Each program runs in a new control group whose memory limit is a share of the size of the target's file. All
+Each program runs in a new control group whose memory limit is a fraction of the size of the target's file.
+All
 replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python, which
 maps the file into memory, with flash attention and a thread for each core. Every configuration runs
 `--repeats` times, interleaved, and its first reply is not counted, because it includes tests of the model and
@@ -59,7 +60,7 @@ print(json.dumps({"tokens_per_second": (tokens - 1) / (times[-1] - times[1]), "t
 class _Group:
     """A control group (version 1 or 2) with a memory limit.
 
-    Each run needs a group of its own, because not every kernel can reset the recorded peak.
+    Each run needs its own group, because not every kernel can reset the recorded peak.
     """
 
     folder: Path

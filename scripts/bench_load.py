@@ -5,7 +5,7 @@
     scripts/bench_load.py --target big-target.gguf --draft big-draft.gguf --every 3 --repeats 2
     scripts/bench_load.py ... --llama-server build/llama-server --grid none,draft:2,draft:4
 
-This script loads one runtime with a place for each concurrent reply. One client per reply takes prompts from
+This script loads one runtime with a slot for each concurrent reply. One client per reply takes prompts from
 a shared list until it is empty. Every method runs on the same lists, and the order of the methods changes
 from list to list. Nothing is cached between replies, and the times include prefill. With --llama-server, the
 same clients also send the prompts to a llama-server with as many slots, once per configuration of --grid.
@@ -39,7 +39,7 @@ from typing import Any
 
 import edgespec
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
 from edgespec.system.files import replace_when_written
 from scripts.peers.configurations import parse, rotated_order, server_flags
 from scripts.peers.llama_server import LlamaServer
@@ -258,14 +258,15 @@ def _relative_to(started: float, reply: TimedReply) -> TimedReply:
 
 
 def _reply(runtime: edgespec.Runtime, options: ReplyOptions, name: str, prompt: Sequence[int]) -> TimedReply:
-    """Generate one reply. Its arrival times are absolute, as returned by `perf_counter`."""
+    """Generate one reply. Its arrival times are absolute `perf_counter` values."""
     set_options: dict[str, Any] = {key: value for key, value in vars(options).items() if value is not None}
     stream = runtime.stream_tokens(prompt, seed=1, **set_options)
     arrivals: list[tuple[float, int]] = []
     drafted = drafting_rounds = 0
     for chunk in stream:
         arrivals.append((now(), chunk.token_count))
-        # The number of drafted tokens increases only once per round, so this counts the rounds with a draft.
+        # The number of drafted tokens increases at most once per round, so this counts the rounds with a
+        # draft.
         drafting_rounds += stream.stats.drafted_tokens > drafted
         drafted = stream.stats.drafted_tokens
     stats = stream.reply.stats
@@ -277,7 +278,7 @@ def _reply(runtime: edgespec.Runtime, options: ReplyOptions, name: str, prompt: 
 def _server_reply(
     server: LlamaServer, options: GenerationOptions, name: str, prompt: Sequence[int]
 ) -> TimedReply:
-    """Let llama-server generate one reply. Its arrival times are absolute, as those of `_reply`."""
+    """Let llama-server generate one reply. Its arrival times are absolute, like those of `_reply`."""
     run = server.generate(prompt, options)
     ended, count = now(), len(run.tokens)
     per_token = run.seconds_per_token

@@ -253,7 +253,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measurement
 
 
 def _import_backend(target: str) -> None:
-    """Load the library of the target's backend, so that its memory is not measured."""
+    """Load the library of the target's backend, so that its memory use is not included in the measurement."""
     if resolve(target).format == "mlx":
         from edgespec.backends.mlx import model  # noqa: F401
     else:

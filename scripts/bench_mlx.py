@@ -44,7 +44,7 @@ def mlx_lm_reply(model: Any, tokenizer: Any, prompt: list[int], options: dict[st
         clock.add(1, chunk.from_draft)
         tokens.append(chunk.token)
         accepted += chunk.from_draft
-    # Count passes by the target's own tokens. Each pass ends with one, unless the length limit cut it off.
+    # Count passes by the target's own tokens. Each pass ends with one, unless the length limit cuts it off.
     return clock.finish(tokens, accepted, len(tokens) - accepted + chunk.from_draft)
 
 

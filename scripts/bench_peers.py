@@ -47,7 +47,7 @@ import edgespec
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, find_pair
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
 from edgespec.options.methods import head_names
 from edgespec.system.files import replace_when_written
 from scripts.bench_busy import other_program

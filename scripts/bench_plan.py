@@ -46,7 +46,7 @@ _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
 _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 # Address space limits for --limits, relative to the planned memory: two below it and two above.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
-# Maximum memory that a rejected load may leave in use. A heuristic.
+# Maximum memory that a rejected load may leave in use, chosen as a heuristic.
 _MAX_LEFT_BYTES = 2 * _MIB
 _TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, heads_kv=1, inner=512)
 
@@ -101,7 +101,7 @@ class Row:
 
 
 def main() -> int:
-    """Run all cases and print the table. Returns 1 if a case failed or is not near its plan."""
+    """Run all cases and print the table. Return 1 if a case failed or is not near its plan."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -195,7 +195,7 @@ def _mlx_cells(args: argparse.Namespace, models: _Models) -> Iterator[tuple[str,
 
 
 def _run(name: str, cell: Cell) -> Row | None:
-    """Plan and run a case, and print its row. Returns None if it failed."""
+    """Plan and run a case, and print its row. Return None if it failed."""
     plan, run = _run_cell("plan", cell), _run_cell("run", cell)
     label = f"{name}, {cell.context:,}, {cell.kv_type}"
     if "items" not in plan or "peak" not in run:
@@ -254,7 +254,7 @@ def _run_under_limits(cells: list[tuple[str, Cell]]) -> int:
 
 
 def _outcome(run: dict[str, Any], *, must_fit: bool) -> str:
-    """Return how a run under a limit ended. With `must_fit`, a rejected load counts as failed."""
+    """Return how a run under a limit ended. If `must_fit` is set, a rejected load counts as a failure."""
     if "peak" in run:
         return "ran with less" if run["plan"]["decisions"] else "ran"
     is_clean = run.get("error", [""])[0] == "MemoryBudgetError" and run["left_bytes"] <= _MAX_LEFT_BYTES

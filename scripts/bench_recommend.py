@@ -5,8 +5,8 @@
 
 Measures this machine, and then the duration of each model's passes. Repeats this several times, because the
 speed of a machine changes within minutes, and compares the medians. Prints the predicted and measured tokens
-per second and costs of passes over 2, 4 and 8 tokens, the largest errors, and how far the measured speed of a
-model differed from its own median. Run it on an idle machine.
+per second and costs of passes over 2, 4 and 8 tokens, the largest errors, and how far the measured speeds of
+a model deviated from their median. Run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import edgespec
-from edgespec.losslessness import prompt_tokens, read_prompts
+from edgespec.losslessness.cases import prompt_tokens, read_prompts
 from scripts.delayed_connection import forward
 from scripts.peers.configurations import parse, rotated_order
 

@@ -20,11 +20,11 @@ from edgespec.store.download import HEAD, MODEL, Progress
 from edgespec.store.remote_header import fetch_metadata
 from edgespec.system.files import format_bytes
 
-# Largest relative difference between numbers that count as equal. The catalogue rounds sizes to three digits,
+# Largest relative difference at which two numbers count as equal. The catalogue rounds sizes to three digits,
 # and publishers count parameters with or without the layers for images and multi-token prediction.
 _TOLERANCE = 0.03
-# The same for estimates: the sizes of MLX models, from their bits per weight, and of heads, from their number
-# of weights.
+# The same tolerance for estimates: the sizes of MLX models, estimated from their bits per weight, and of
+# heads, estimated from their number of weights.
 _ESTIMATE_TOLERANCE = 0.15
 # Errors that all other repositories would have too.
 _UNREACHABLE = ("network_unreachable", "offline")
@@ -140,7 +140,7 @@ def _model_differences(entry: ModelEntry, info: ModelInfo) -> Iterator[Differenc
 
 
 def _draft_differences(entry: ModelEntry, models: dict[str, ModelInfo]) -> Iterator[Difference]:
-    """Yield the recommended draft models whose tokens are not the target's."""
+    """Yield the recommended draft models whose vocabulary differs from the target's."""
     if (target := models.get(entry.name)) is None or not target.vocabulary:
         return
     for name in entry.drafts:

@@ -39,9 +39,9 @@ MAX_TOKENS = 32
 CONTEXT_TOKENS = 1024
 TOP_LOGPROBS = 5
 
-# The messages of a chat, each with its texts and encoded images. The user writes the first one.
+# The messages of a chat, each with its texts and encoded images. The first message is the user's.
 Chat: TypeAlias = Sequence[Sequence[str | bytes]]
-# The tokens of a reply, each with the log-probabilities of the likeliest tokens at its position.
+# The tokens of a reply, each with the log-probabilities of the most likely tokens at its position.
 Answer: TypeAlias = list[tuple[int, dict[int, float]]]
 
 
@@ -171,7 +171,7 @@ def _content_part(part: str | bytes) -> dict[str, Any]:
 
 
 def _reply(runtime: Runtime, chat: Chat, method: str) -> Reply:
-    """Return edgespec's reply. The whole prompt is processed, without the prefix cache."""
+    """Return edgespec's reply. The whole prompt is processed, because the prefix cache is disabled."""
     runtime.clear_cache()
     messages = []
     for index, parts in enumerate(chat):
@@ -194,7 +194,7 @@ def _tokens(answer: Answer) -> list[int]:
 
 
 def _difference(answer: Answer, expected: Answer) -> float:
-    """Return the largest difference of log-probabilities after equal prefixes."""
+    """Return the largest difference in log-probability at positions with equal prefixes."""
     largest = 0.0
     for (token, ours), (other, theirs) in zip(answer, expected, strict=False):
         largest = max([largest, *(abs(ours[each] - theirs[each]) for each in ours.keys() & theirs)])

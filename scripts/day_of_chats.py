@@ -41,7 +41,7 @@ OPEN_CHATS = 6
 CACHED_CHATS = 3
 SYSTEM_TOKENS = 80
 # Prefill batch size for measuring the rounding error. llama.cpp uses a different kernel for larger batches,
-# so the results show how much the two kernels differ.
+# so the result shows how much the two kernels differ.
 BATCH_TOKENS = 48
 
 

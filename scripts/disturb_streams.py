@@ -136,7 +136,7 @@ class _Victim:
         except EdgespecError as error:
             outcome = f"error {error.code}"
         self._messages = tuple(chat.messages)
-        # A reply that was stopped keeps the text so far. One that failed leaves the chat as it was.
+        # A stopped reply keeps the text generated so far. A failed reply leaves the chat unchanged.
         kept = self._messages[: len(before)] == before and len(self._messages) - len(before) in (0, 2)
         return {"outcome": outcome, "kept": kept}
 
@@ -200,7 +200,7 @@ class _Group:
 
 
 class _Disturber:
-    """Starts the child process, disturbs its replies, and checks what comes of them."""
+    """Starts the child process, disturbs its replies, and checks the outcomes."""
 
     def __init__(self, folder: Path, random_source: random.Random) -> None:
         from tests.backends.tiny_models import write_llama

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Enlarge an EAGLE-3 head for a target that `scripts/inflate_gguf.py` enlarged.
 
-The enlarged head drafts the same tokens, and costs as much as the head of a large model. It is in F16.
+The enlarged head drafts the same tokens, but costs as much as the head of a large model. It is in F16.
 
     scripts/inflate_eagle.py models/demo-head-q8_0.gguf big-eagle3.gguf --dim 2048 --ffn 5632 --step 2
 

@@ -3,8 +3,8 @@
 
 Small models are not limited by memory bandwidth, so they cannot show the costs and savings of speculation.
 This script pads the width, heads, feed-forward layers and depth of a model with weights that do not change
-its output. The result has the acceptance rates of the small model and the costs of a large one. It is in
-F16.
+its output. The result has the acceptance rates of the small model and the costs of a large one. It is
+stored in F16.
 
     scripts/inflate_gguf.py models/demo-target-q8_0.gguf big-target.gguf --dim 2048 --ffn 5632 --layers 24
     scripts/inflate_gguf.py models/demo-draft-q8_0.gguf big-draft.gguf --dim 768 --ffn 2048 --layers 6
@@ -49,7 +49,7 @@ class Inflater:
         self.dim, self.layers, self.step = dim, layers, layers // old_layers
         head_dim, times = self.old_dim // heads, dim // self.old_dim
         query, key = heads * times * head_dim, kv_heads * times * head_dim
-        # The new numbers of rows and columns of each weight, and whether its new rows must be zero.
+        # The new numbers of rows and columns of each weight, and whether the added rows must be zero.
         self.shapes = {
             "attn_q": (query, dim, False),
             "attn_k": (key, dim, False),

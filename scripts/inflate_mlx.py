@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Enlarge a Llama model in MLX format so that it is as slow as a large model but generates similar replies.
 
-This does for MLX models what `inflate_gguf.py` does for GGUF models, and says why. The weights are quantised
+This does for MLX models what `inflate_gguf.py`, which explains why, does for GGUF models. The weights are
+quantised
 again, so near-ties between tokens can swap.
 
     scripts/inflate_mlx.py models/demo-mlx big-mlx --dim 2048 --ffn 5632 --layers 12
@@ -21,7 +22,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model
 
-# The weights whose rows can be arbitrary because later weights have zeros for them.
+# The weights whose added rows can be arbitrary, because later weights multiply them by zero.
 _FREE_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 

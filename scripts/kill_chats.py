@@ -192,7 +192,7 @@ def _choose_chat(store: ChatStore, archive: Archive, choices: random.Random) -> 
 
 
 def _recorded_prompts(runtime: edgespec.Runtime) -> list[Sequence[int]]:
-    """Return a list to which the prompt of every later reply is added."""
+    """Return a list to which the prompt of each later reply is appended."""
     prompts: list[Sequence[int]] = []
     stream = runtime._stream
 
@@ -225,7 +225,7 @@ def _saved_turns(folder: Path) -> Iterator[list[Any]]:
 
 
 def _check(target: str, kill: int, folder: Path, results: dict[str, Any]) -> None:
-    """Check the data in a new process, as if the program had been started again."""
+    """Check the data in a new process, as if the program had been restarted."""
     report = folder / "report.json"
     child = fork(lambda: report.write_text(json.dumps(_check_data(target, kill, folder))))
     _, status = os.waitpid(child, 0)
@@ -273,7 +273,7 @@ def _check_data(target: str, kill: int, folder: Path) -> dict[str, Any]:
 
 
 def _begins_with(store: ChatStore, chat_id: str, contents: list[str]) -> bool:
-    """Return whether the first messages of a saved chat have these contents."""
+    """Return whether the first messages of a saved chat have the given contents."""
     try:
         return [message.content for message in store.load(chat_id).messages[: len(contents)]] == contents
     except ChatFileError:

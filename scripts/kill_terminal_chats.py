@@ -3,8 +3,9 @@
 
     python scripts/kill_terminal_chats.py --kills 100
 
-Every run opens the chat in a pseudo-terminal, types a question and ends the program: in turn with SIGKILL,
-SIGTERM, SIGHUP, SIGINT and by closing the terminal. A question counts as sent once the screen shows that the
+Every run opens the chat in a pseudo-terminal, types a question and ends the program. The runs alternate
+between SIGKILL, SIGTERM, SIGHUP, SIGINT and closing the terminal. A question counts as sent once the screen
+shows that the
 reply has started. The script fails if a question that was sent is not in the saved chats, if more than two
 seconds of a reply are lost, or if the program does not end within 10 seconds.
 """
@@ -112,7 +113,7 @@ class TerminalChat:
         self.pid, self._terminal = pty.fork()
         if not self.pid:
             os.environ.update(folders, TERM="xterm-256color")
-            # A script that runs in the background of a shell ignores Ctrl-C, and so would its children.
+            # A script in the background of a shell ignores Ctrl-C, and its children would ignore it too.
             for ignored in (signal.SIGINT, signal.SIGHUP):
                 signal.signal(ignored, signal.SIG_DFL)
             os.execv(CHAT[0], [*CHAT, "--seed", str(seed)])

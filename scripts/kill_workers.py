@@ -7,7 +7,7 @@
 
 A child process loads the demo model on 1, 2 or 4 workers and generates a reply. With the split mode tensor,
 there are always 2 workers. At a random time, this script kills, freezes or restarts a worker or the process
-that runs its layers, or sends garbage to their ports. For GGUF models, the layers run in llama.cpp's RPC
+that runs its layers, or sends garbage to its port. For GGUF models, the layers run in llama.cpp's RPC
 server. The script then checks that
 
 - the child process still runs,
@@ -43,7 +43,7 @@ from edgespec.cluster.status import LEAD, MEASURE, PROBE
 PROMPT = "How do I list files by size, and how do I count the lines of each?"
 REPLY: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "seed": 3}
 LOAD: dict[str, Any] = {"context": 512}
-# A worker that was killed needs some seconds to start again, and a load waits for it.
+# A killed worker needs some seconds to restart, and a load waits for it.
 _HANG_SECONDS = 60
 _MAX_START_SECONDS = 23.0
 _HELLO = bytes([HELLO]) + (24).to_bytes(8, "little") + bytes(24)
@@ -51,7 +51,7 @@ _ERRORS = ("WorkerLostError", "WorkerError")
 
 
 def main() -> int:
-    """Lose workers, check and print the results as JSON. Return 1 if any check failed."""
+    """Disrupt workers, check the outcome and print the results as JSON. Return 1 if any check failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,7 +96,7 @@ def _generate(target: str, split_mode: str) -> None:
 
 
 class Worker:
-    """An `edgespec worker` process that can be started again on the same port."""
+    """An `edgespec worker` process that can be restarted on the same port."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -300,7 +300,8 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
             target.begin(_list(used), method)
             again = target.result()
             if again and again["error"] and "is busy with another model" in again["error"][1]:
-                # The garbage reserved the worker, which has not noticed the end of its connection yet.
+                # The connection that sent the garbage reserved the worker, which has not noticed yet that it
+                # is closed.
                 time.sleep(1.0)
                 target.begin(_list(used), method)
                 again = target.result()

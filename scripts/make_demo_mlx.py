@@ -2,14 +2,14 @@
 """Convert a Q8_0 GGUF of a Llama model to an MLX model with exactly the same weights.
 
 A Q8_0 block holds 32 weights d * q, with d in half precision and q from -128 to 127. A group of MLX's
-affine 8-bit quantisation holds 32 weights scale * code + bias, with codes from 0 to 255. With scale = d,
-code = q + 128 and bias = -128 * d both represent the same numbers, without rounding. Norms stay in single
+affine 8-bit quantisation holds 32 weights scale * code + bias, with codes from 0 to 255. With scale = d, code
+= q + 128 and bias = -128 * d, both represent the same numbers without rounding. Norms stay in single
 precision, so that MLX computes in single precision.
 
     scripts/make_demo_mlx.py models/demo-target-q8_0.gguf path/to/demo-target-hf models/demo-mlx
     scripts/make_demo_mlx.py models/demo-draft-q8_0.gguf path/to/demo-draft-hf models/demo-mlx-draft
 
-The second argument is the same model in the Hugging Face format. The script copies its tokenizer and
+The second argument is the same model in Hugging Face format. The script copies its tokenizer and
 configuration, and compares its weights with the result.
 """
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Estimate what several machines bring for large targets, and write the tables of docs/workers-simulation.md.
+"""Estimate the speed-up of large targets on several machines for docs/workers-simulation.md.
 
     scripts/simulate_workers.py            # prints the tables
     scripts/simulate_workers.py --write    # into docs/workers-simulation.md
 
-The page names all assumptions. Nothing is measured or random.
+The page lists all assumptions. Nothing is measured or random.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "workers-simulation.md"
 BEGIN, END = "<!-- simulated -->\n", "<!-- simulated, end -->\n"
 # Fraction of the published memory bandwidth that a pass reaches, and of the memory that a model can use.
 USABLE_BANDWIDTH, USABLE_MEMORY = 0.7, 0.75
-# Time that llama.cpp's RPC adds to a pass for each worker, beside the round trip. Measured with the demo
-# model on one worker over the loopback interface, whose round trip is below 0.1 ms.
+# Time that llama.cpp's RPC adds to a pass for each worker, in addition to the round trip. Measured with the
+# demo model on one worker over the loopback interface, whose round trip is below 0.1 ms.
 OVERHEAD_SECONDS = 0.5e-3
 ACCEPTANCE_RATE = 0.7
 MAX_DRAFT_LENGTH = 8
@@ -43,7 +43,7 @@ class Network:
 class Machine:
     """A machine with the memory for models and its bandwidth, in GB and GB/s.
 
-    `curve` is the cost of wider passes, in single-token passes.
+    `curve` is the cost of wider passes, in units of a single-token pass.
     """
 
     name: str

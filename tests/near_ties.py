@@ -1,4 +1,4 @@
-"""Score gaps of tokens, for comparisons of replies whose logits are known to differ by a small error."""
+"""Score gaps between tokens, for comparing replies whose logits differ by a small error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assert which error is raised: its class, code and option, but not its wording."""
+"""Assert which error is raised, by class, code and option, but not by its wording."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def raises(
         kind: The class of the error.
         quoted: Values that the message quotes, such as a path, or a word that tells apart errors with the
             same code.
-        code: The code. The default is the class's.
-        option: The option that the error names, if this matters.
+        code: The code. Defaults to that of the class.
+        option: The option that the error refers to, if it matters.
     """
     with pytest.raises(kind) as caught:
         yield caught

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Short templates that treat earlier reasoning as the published templates of these models do.
+# Short templates that treat earlier reasoning like these models' published templates.
 QWEN_3 = """
 {%- set last = messages | map(attribute='role') | list | length - 1 %}
 {%- for m in messages %}
@@ -36,7 +36,7 @@ GLM_4_7 = """
     {%- if m.role == 'user' %}<|user|>{{ m.content }}{% endif %}
     {%- if m.role == 'assistant' %}<|assistant|></think>{{ m.content.strip() }}{% endif %}
 {%- endfor %}<|assistant|><think>"""
-# It opens the reasoning in the prompt, as DeepSeek R1's does, and drops the reasoning of earlier replies.
+# It opens the reasoning in the prompt, as DeepSeek R1's template does, and drops earlier reasoning.
 OPENS_REASONING = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {{- '<|im_start|>assistant\n<think>\n' }}"""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> None:
-    """Write the data type and the array of each tensor. The bytes of the array are written as they are."""
+    """Write each tensor's data type and array. The array's bytes are written unchanged."""
     header, end = {}, 0
     for name, (dtype, array) in tensors.items():
         span = [end, end + array.nbytes]

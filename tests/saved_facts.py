@@ -13,7 +13,7 @@ __all__ = ["saved_facts"]
 
 
 def saved_facts(kind: str) -> list[Any]:
-    """Return the values of all saved facts of a kind, the oldest first."""
+    """Return the values of all saved facts of a kind, oldest first."""
     path = Facts().path
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Runtimes over tabular models: real sessions and drafters with models that need no time."""
+"""Runtimes with table models: real sessions and drafters with models that take no time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def near(model: TabularModel, seed: int, noise: float = 0.7) -> TabularModel:
 
 
 def lookups() -> dict[str, Drafter]:
-    """Return new drafters that need nothing but the text, by name."""
+    """Return new drafters that need only the text, by name."""
     return {"grammar": GrammarDrafter(), "ngram": NgramDrafter()}
 
 
@@ -116,7 +116,7 @@ def with_drafter(target: LanguageModel, drafter: Drafter) -> Runtime:
 
 
 class Saying(Drafter):
-    """A drafter that proposes the result of a function of the tokens so far and the draft length."""
+    """A drafter that proposes what a function returns for the tokens so far and the draft length."""
 
     name = "saying"
 
@@ -140,7 +140,7 @@ class Saying(Drafter):
 
 
 def knowing(text: Sequence[int]) -> Saying:
-    """Return a drafter that proposes the tokens of a known sequence, then zeros."""
+    """Return a drafter that proposes the tokens of a known sequence, followed by zeros."""
 
     def say(tokens: list[int], draft_length: int) -> Sequence[int]:
         rest = [*text[len(tokens) :], *([0] * draft_length)]

@@ -1,7 +1,8 @@
 """A language model that is a table of logits.
 
-The logits of the next token depend on the last `order` tokens. The model is as strict as a real backend about
-the order of calls, so that code tested with it also runs on real backends.
+The logits of the next token depend on the last `order` tokens. The model is as strict about the order of
+calls
+as a real backend, so that code tested with it also works with real backends.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class TabularModel(BaseModel):
     """A LanguageModel over a table of logits.
 
     Args:
-        logits: The table, float32 [vocab ** order, vocab]. The row number is the last `order` tokens read as
-            a number in base `vocab`. Missing tokens count as 0.
+        logits: The table, float32 [vocab ** order, vocab]. The row number is the last `order` tokens,
+        interpreted as a number in base `vocab`. Missing tokens count as 0.
         context_tokens: Size of the context.
-        rollback: Support removing tokens from the cache.
-        tree: Support branches in a verify pass.
+        rollback: Whether tokens can be removed from the cache.
+        tree: Whether verify passes support branches.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class TabularModel(BaseModel):
         self._now_sized(context_tokens, 0)
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
-        """Return a view with noisy logits. An early exit has less noise the later its layer."""
+        """Return a view with noisy logits. The later the exit layer, the less noise there is."""
         if not self.facts.capabilities.rollback:
             raise CapabilityError("this model does not support self-drafting", self.facts.capabilities.reason)
         view = _TabularView(self, 1.0 / method.exit_layer if isinstance(method, EarlyExit) else 0.3)
@@ -201,7 +202,7 @@ class TabularModel(BaseModel):
 
 
 class _TabularView(SelfDraftView[TabularModel]):
-    """A self-draft that reads a noisy copy of the target's table after the target's tokens."""
+    """A self-draft model that uses a noisy copy of the target's table after the target's tokens."""
 
     def __init__(self, target: TabularModel, noise: float) -> None:
         super().__init__(target)

@@ -19,7 +19,7 @@ import edgespec
 from edgespec import Reply, Runtime, SamplingParams
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
-from edgespec.losslessness import Prompt, read_prompts
+from edgespec.losslessness.cases import Prompt, read_prompts
 from edgespec.store.catalogue import models_folder
 from tests.near_ties import score_gap
 
@@ -27,14 +27,14 @@ mx = pytest.importorskip("mlx.core")
 
 SEED = 7
 MAX_TOKENS = 40
-# Without filters, the whole vocabulary takes part, so that any difference in the noise shows.
+# Without filters, the whole vocabulary takes part, so that any difference in the noise is visible.
 SETTINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8),
     SamplingParams(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0),
 )
 PROMPTS = read_prompts()
-# Largest error that may explain a difference. Both backends compute in single precision.
+# Maximum error that may explain a difference. Both backends compute in single precision.
 LARGEST_ERROR = 1e-3
 
 
@@ -94,7 +94,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         "exactness": "off",
     }
     with (
-        # Flash attention on the CPU goes through half precision, whatever the cache holds.
+        # On the CPU, flash attention uses half precision, whatever the cache type.
         edgespec.load(str(file), "none", kv_type="f32", flash_attention="off", **options) as llama,
         edgespec.load(str(checkpoint), "none", **options) as mlx,
     ):
@@ -131,7 +131,7 @@ def row_after(runtime: Runtime, tokens: list[int]) -> NDArray[np.float32]:
 
 
 class Parting(NamedTuple):
-    """The first difference of two replies: the larger score gap of both backends, and their error."""
+    """The first difference between two replies: the larger score gap of both backends, and their error."""
 
     gap: float
     error: float

@@ -1,4 +1,4 @@
-"""Each constant that steers a decision says where its value comes from."""
+"""Each constant that affects a decision states where its value comes from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORIGIN = re.compile(r"\b(chosen|measured|derived)\b", re.IGNORECASE)
 
 
 def comments(module: Path) -> Iterator[tuple[str, str]]:
-    """Yield each assignment of a module, with the comment above it or above the assignments before it."""
+    """Yield a module's assignments, each with its comment or that of the preceding assignments."""
     text = module.read_text(encoding="utf-8")
     lines = text.splitlines()
     comment, previous = "", 0

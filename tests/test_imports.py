@@ -1,4 +1,4 @@
-"""No modules import each other in a circle, also not within functions or for type checking only."""
+"""No modules import each other in a cycle, even within functions or for type checking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head that only this test registers is found, planned, loaded, generated with, verified and measured."""
+"""A head registered only by this test is found, planned, loaded, used, verified and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A method that only this test registers can be planned, loaded, generated with, verified and measured."""
+"""A method registered only by this test can be planned, loaded, used, verified and measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {"measure_costs": False, "exactness": "off"}
 
 
 class ParrotDrafter(Drafter):
-    """Drafts the whole text once more, as long as its last token is the same as then."""
+    """Drafts the whole text again, for as long as its last token is the same as the first time."""
 
     name = "parrot"
     is_lookup = True
@@ -83,7 +83,7 @@ def test_plan() -> None:
 
 @pytest.mark.parametrize("method", ["parrot", "parrot+suffix", "model+parrot"])
 def test_replies_equal_plain_decoding(method: str) -> None:
-    # The costs measured on a busy machine could say that drafting does not pay.
+    # The costs measured on a busy machine could suggest that drafting saves no time.
     options: Any = {"context": CONTEXT_TOKENS, "method": method, "draft_sinks": 3}
     with always_draft(), edgespec.load("demo", **options) as runtime:
         plain = runtime.generate(PROMPT, max_tokens=40, seed=1, temperature=0.8, method="none")

@@ -1,4 +1,4 @@
-"""`tests/messages.txt` holds every error message, and `docs/errors.md` every code.
+"""`tests/messages.txt` contains every error message, and `docs/errors.md` every code.
 
 After changing a message, run `WRITE_DOCS=1 pytest tests/test_messages.py`, and review the change in the file.
 Other tests assert the class and code of an error, so that a message can be reworded without changing them.
@@ -24,14 +24,14 @@ _CLASSES: Mapping[str, type[EdgespecError]] = {
     for name, kind in vars(errors).items()
     if inspect.isclass(kind) and issubclass(kind, EdgespecError)
 }
-# The server's own errors, and the function that makes most of them.
+# The server's own error class, and the function that creates most of its errors.
 _SERVER = {"ApiError", "invalid_request"}
 # Shorter texts are names and units.
 _SENTENCE_WORDS = 3
 
 
 def _called(node: ast.AST) -> str:
-    """The name of the function or class that a node calls, without its module or object."""
+    """Return the name of the function or class that a node calls, without its module or object."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -55,11 +55,11 @@ def _template(node: ast.expr) -> str:
 
 
 class _Module:
-    """The errors of one module, in the order of the source, and its other texts."""
+    """The errors of one module, in source order, and its other texts."""
 
     def __init__(self, path: Path) -> None:
         self._tree = ast.parse(path.read_text("utf-8"))
-        # The default code and the public class, by the name of the class. A module can have subclasses.
+        # The default code and the public class, by class name. A module can define subclasses.
         self._codes = {name: (kind.code, name) for name, kind in _CLASSES.items()}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.ClassDef) and node.bases and ast.unparse(node.bases[0]) in self._codes:
@@ -88,7 +88,7 @@ class _Module:
             yield name, code, [" ".join(_template(each).split()) for each in texts]
 
     def other_texts(self) -> Iterator[str]:
-        """Yield the other texts of several words. Most are parts of messages, such as reasons."""
+        """Yield the other texts of several words, most of which are parts of messages, such as reasons."""
         docstrings = {node.value for node in ast.walk(self._tree) if isinstance(node, ast.Expr)}
         skipped: set[ast.AST] = {each for each in docstrings if isinstance(each, ast.Constant)} | {
             *self._calls
@@ -126,7 +126,7 @@ def test_the_golden_file_holds_all_messages() -> None:
         lines = []
         for kind, code, texts in module.errors():
             lines += [f"  {kind} {code}", *(f"      {each}" for each in texts if each), ""]
-        # The other texts of the user interfaces are not about errors.
+        # The user interfaces' other texts are not about errors.
         if not name.startswith(("cli/", "tui/")):
             lines += [f"  {each}" for each in module.other_texts()]
         if lines:

@@ -1,4 +1,4 @@
-"""What is installed is pinned, and what is shipped says nothing about the machine it was made on."""
+"""All installed packages are pinned, and shipped files do not reveal the machine they were made on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPTS = sorted(
 
 
 def pinned(kind: str) -> dict[str, str]:
-    """Package names (normalised) and what stands beside them, hashes included."""
+    """Return package names (normalised) with the pinned versions and hashes."""
     text = (ROOT / "requirements" / f"{kind}.txt").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return {re.split(r"==", line)[0].lower().replace("_", "-"): line for line in lines}
@@ -73,7 +73,7 @@ def test_mlx_is_the_rule_on_apple_silicon_and_an_extra_on_linux() -> None:
 
 def test_tests_run_on_the_versions_users_get() -> None:
     def files(kind: str) -> dict[str, str]:
-        # Where a package is installed may differ: the extra brings some to more platforms.
+        # Platform markers may differ, because the extra installs some packages on more platforms.
         return {name: re.sub(r" ;.*?(?= +--hash)", "", line) for name, line in pinned(kind).items()}
 
     runtime, mlx, dev = files("runtime"), files("mlx"), files("dev")
@@ -82,7 +82,7 @@ def test_tests_run_on_the_versions_users_get() -> None:
 
 
 def test_what_the_code_reads_is_shipped_with_it() -> None:
-    """The build takes these folders whole, but for what git leaves out; code reads no file beside them."""
+    """The build includes these folders except ignored files, and the code reads no other files."""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     assert wheel["targets"]["wheel"]["only-include"] == ["edgespec", "models"]
     data = [path for path in (ROOT / "edgespec").rglob("*.*") if path.suffix not in (".py", ".pyc")]
@@ -100,11 +100,11 @@ def test_scripts_are_bash_that_parses_and_may_be_run(script: Path) -> None:
 
 
 def test_no_advice_installs_another_projects_package() -> None:
-    """No package index has edgespec, so `pip install edgespec` would install a stranger's package."""
+    """edgespec is in no package index, so `pip install edgespec` would install an unrelated package."""
     texts = [*ROOT.glob("edgespec/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
     for file in texts:
         text = file.read_text(encoding="utf-8")
-        # llama-cpp-python is the only package that a person may have to build.
+        # llama-cpp-python is the only package that users may have to build.
         install = r"\b(pip3?|uv tool|pipx|conda)\s+install\b(?!.* llama-cpp-python==)"
         assert not re.search(install, text), file
 

@@ -1,9 +1,9 @@
-"""Every method on tiny models of every kind of memory, compared with plain decoding.
+"""Every method on tiny models with every kind of memory, compared with plain decoding.
 
-docs/compatibility.md holds the resulting tables. A cell is not what a model claims: behind every `yes` are
-replies that were generated and compared. A feature that a model does not claim is a `no` with the model's own
-reason. A wrong token is a failure. Each test run tests one model of each kind with a few replies, and
-variants of a method only on models that remember everything. The long tests test all, and
+docs/compatibility.md contains the resulting tables. Every `yes` is backed by replies that were generated and
+compared, rather than by what a model claims to support. A feature that a model does not claim is a `no` with
+the model's own reason. A wrong token is a failure. Each test run tests one model of each kind with a few
+replies, and variants of a method only on models with full attention. The long tests cover everything, and
 `WRITE_DOCS=1 pytest -m long tests/test_parity.py` rewrites the tables.
 """
 
@@ -24,7 +24,7 @@ from tests.parity.tables import Proved, in_markdown
 
 @pytest.fixture(scope="module", params=["first", pytest.param("all", marks=pytest.mark.long)])
 def proved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proved]:
-    """Make each proof once: with the first model of each kind and few replies, or with all."""
+    """Run each proof once: with the first model of each kind and a few replies, or with everything."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
 
     def chosen(row: Row, column: Column) -> list[Tiny]:

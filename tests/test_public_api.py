@@ -1,4 +1,4 @@
-"""The public names: all there, none by accident, and nothing heavy until it is used."""
+"""The public names are complete and intentional, and import nothing heavy until used."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_name_in_all_exists() -> None:
 
 
 def test_lazy_names_match_the_typed_imports() -> None:
-    """A type checker reads the imports, Python the table: both must say where a name is made."""
+    """Type checkers read the imports and Python the table, so both must agree on each name's module."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     typed = {
         alias.name: node.module
@@ -74,7 +74,7 @@ def test_every_error_is_one_line_with_a_next_step() -> None:
     [
         "import edgespec",
         "import edgespec; edgespec.load, edgespec.Runtime, edgespec.Chat, edgespec.SamplingParams",
-        "import edgespec.losslessness",
+        "import edgespec.losslessness.verify",
         "import edgespec.engine.loop, edgespec.methods.model.drafter, edgespec.loading.bit_exactness",
     ],
 )

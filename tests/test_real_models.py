@@ -1,4 +1,4 @@
-"""The files of scripts/real_models load, and the derived ones are the same model."""
+"""The files created by scripts/real_models load, and the derived ones are the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real model shows and the demo cannot: a default system message, ends of turns, many tokens."""
+"""What only a real model can show: a default system message, ends of turns, and many tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYSTEM = (
 
 @pytest.fixture(scope="module")
 def runtime(smollm2: Path) -> Iterator[Runtime]:
-    # Without trials of which passes agree bit for bit, which take most of the loading time.
+    # Skip the bit-exactness trials, which take most of the loading time.
     options = {"context": 512, "exactness": "off", "measure_costs": False, "threads": 1}
     with always_draft(), edgespec.load(str(smollm2), draft="none", **options) as runtime:  # type: ignore[arg-type]
         yield runtime
@@ -34,7 +34,7 @@ def test_its_prompt_is_chatml_with_a_default_system_message(runtime: Runtime) ->
 
 
 def test_its_prompt_begins_with_one_control_token(runtime: Runtime) -> None:
-    """`bos_token_id` is <|im_start|>, but the file says that no start token is to be added."""
+    """`bos_token_id` is <|im_start|>, but the file says not to add a start token."""
     tokens = runtime.vocabulary.tokenize(
         f"{SYSTEM}<|im_start|>user\nHello<|im_end|>\n", special=True, start=True
     )
@@ -45,7 +45,7 @@ def test_its_prompt_begins_with_one_control_token(runtime: Runtime) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["none", "suffix"])
 def test_a_reply_ends_at_the_end_of_its_turn(runtime: Runtime, method: str) -> None:
-    # The second answer repeats the first one, so that its end is certain, and `suffix` drafts it.
+    # The second answer repeats the first one, so its end is certain, and `suffix` drafts it.
     turn = "<|im_start|>user\nWhat is the opposite of hot?<|im_end|>\n<|im_start|>assistant\n"
     prompt = f"{SYSTEM}{turn}The opposite of hot is cold.<|im_end|>\n" * 2 + turn
     reply = runtime.generate(prompt, raw=True, method=method, temperature=0.0, max_tokens=32)

@@ -1,4 +1,4 @@
-"""A backend that only this test registers can be planned, loaded, generated from, verified and measured."""
+"""A backend registered only by this test can be planned, loaded, used, verified and measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTEXT_TOKENS = 4096
 
 
 class ToyEstimator:
-    """The memory of a toy model: its table, and nothing for a context."""
+    """The memory of a toy model: only its table, and nothing for the context."""
 
     trained_context_tokens = CONTEXT_TOKENS
     layers = 0
@@ -40,6 +40,9 @@ class ToyEstimator:
 
     def streamed_bytes(self, _options: LoadOptions) -> dict[int, int]:
         return {}
+
+    def expert_reads(self, _options: LoadOptions) -> None:
+        return None
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         tokens = options.context_tokens or CONTEXT_TOKENS

@@ -31,7 +31,7 @@ from edgespec.loading.pairing import (
 from edgespec.loading.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.loading.prefix_cache_options import create_prefix_cache, file_states
 from edgespec.loading.workers import connect_workers
-from edgespec.memory import check_room_to_plan
+from edgespec.memory.budget import check_room_to_plan
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import EarlyExit, LoadOptions, Progress
 from edgespec.options.methods import method

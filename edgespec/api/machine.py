@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.build_info import LlamaCppInfo, build_info
 from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendMissingError
-from edgespec.memory import available_bytes
+from edgespec.memory.budget import available_bytes
 from edgespec.model.formats.mlx_files import mlx_installed
 from edgespec.store.catalogue import user_aliases_path
 from edgespec.system.files import cache_folder, log_folder

@@ -24,7 +24,8 @@ from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.grammar import AnswerRule, arguments_grammar
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.decode.reply import MethodReport, Reply, exactness_for
 from edgespec.decode.request import (
@@ -37,10 +38,10 @@ from edgespec.decode.request import (
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
-from edgespec.memory import MemoryPlan, resident_bytes
+from edgespec.memory.budget import resident_bytes
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
-from edgespec.memory.plan import MemoryUse
-from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
+from edgespec.memory.plan import MemoryPlan, MemoryUse
+from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods.context import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts

@@ -10,16 +10,16 @@ from edgespec.attachments.clipboard import delete_pasted_images
 from edgespec.chat.prompt_history import delete_prompt_history
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, EdgespecError
-from edgespec.memory.prefix_cache import delete_cached_prefixes
-from edgespec.methods.suffix.corpus import delete_saved_replies
+from edgespec.memory.prefix_cache.disk import delete_cached_prefixes
+from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
 from edgespec.store.saved_arrays import delete_saved_arrays
 from edgespec.system.facts import Facts
 from edgespec.system.files import data_folder, error_reason, write_advice
 
 __all__ = ["KINDS", "delete_chat", "delete_data"]
 
-# Kinds of facts that are measured. All other kinds describe model files.
-_MEASURED = ("acceptance", "classes", "costs", "drafting", "machine", "threads")
+# Kinds of facts that are measured or counted. All other kinds describe model files.
+_MEASURED = ("acceptance", "classes", "costs", "drafting", "experts", "machine", "threads")
 KINDS = ("replies", "learned", "prefix-cache", "history")
 _DELETE: dict[str, Callable[[], int]] = {
     "replies": delete_saved_replies,

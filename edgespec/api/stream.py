@@ -26,7 +26,7 @@ from edgespec.engine.logits import TokenLogprob
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import BusyError, EdgespecError
-from edgespec.memory import peak_bytes
+from edgespec.memory.budget import peak_bytes
 from edgespec.model.base import Progress
 from edgespec.system.waiting import SignalEvent
 
@@ -262,7 +262,7 @@ class ReplyStream:
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         if self._ended:
             return True
-        # If the start was interrupted, the session that it reserved is not known.
+        # If the start was interrupted, it is unknown which session it reserved.
         sessions = self._sessions.sessions if self._steps is None else [self._session]
         if not all(session.end(self._request, wait=wait) for session in sessions):
             return False

@@ -1,4 +1,4 @@
-"""Constants for benchmarks, races and `edgespec tune`: how much to generate, and which differences count."""
+"""Constants for benchmarks, races and `edgespec tune`: how much to generate, and which differences matter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 WARM_UP_TOKENS = 8
 
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
-# has changed. The number was chosen to keep the check short.
+# has changed. It was chosen to keep the check short.
 CHECK_TOKENS = 32
 # Maximum absolute value of `Race.drift` in a fair race, chosen by judgement. A larger drift makes the result
 # unreliable.

@@ -205,7 +205,8 @@ def oracle_comparisons(
         ratios = {config: _ratios(by_config.get(config, ()), plain, _speed) for config in configs}
         prompts = [name for name in ratios[PLAIN] if all(name in found for found in ratios.values())]
         if prompts:
-            # A method that drafted nothing is in effect plain decoding, so it can be fastest only by chance.
+            # A method that drafted nothing is effectively plain decoding, so it can only be fastest by
+            # chance.
             silent = {config for config in configs if not _has_drafted(by_config.get(config, ()))}
             kept = {config: [found[name] for name in prompts] for config, found in ratios.items()}
             comparisons.append(_oracle_comparison(temperature, category, len(prompts), kept, silent))

@@ -126,7 +126,7 @@ class Race:
 
     @property
     def is_faster(self) -> bool:
-        # Without accepted tokens, a method can be faster only because of other programs or the order of the
+        # Without accepted tokens, a method can only be faster because of other programs or the order of the
         # runs.
         return self.is_fair and self.has_accepted and self.speed_up > 1 + EQUAL_SPEEDS
 

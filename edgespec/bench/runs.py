@@ -16,7 +16,7 @@ from edgespec.api.runtime import Runtime
 from edgespec.bench.constants import WARM_UP_TOKENS
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError, OptionError
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.model.base import Progress
 

@@ -13,7 +13,7 @@ from edgespec.bench.constants import MAX_BUSY_SHARE, MIN_SPEED_UP, TRIED_DRAFT_L
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError
 from edgespec.loading.recommendation import cost_text, draft_advice
-from edgespec.losslessness import Prompt, prompt_tokens
+from edgespec.losslessness.cases import Prompt, prompt_tokens
 from edgespec.methods.constants import MAX_DRAFT_LENGTH
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import fastest_threads

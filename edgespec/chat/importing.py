@@ -125,7 +125,7 @@ _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assist
 class _Node:
     """A message from another program.
 
-    `message` is None if the message itself cannot be imported. Its replies may still be.
+    `message` is None if the message itself cannot be imported. Its replies may still be importable.
     """
 
     parent: object
@@ -226,7 +226,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
     except OSError:
         raise
     except Exception as error:
-        # A damaged file can raise various errors, depending on its compression method. Catch all of them.
+        # A damaged file can raise various errors, depending on its compression method, so catch all of them.
         raise OSError("the ZIP file is damaged or encrypted") from error
 
 

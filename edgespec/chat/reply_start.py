@@ -11,7 +11,7 @@ from edgespec.errors import OptionError
 
 __all__ = ["fitted_to_prompt", "text_to_continue", "whole_characters"]
 
-# A reply that was truncated in the middle of a character ends with U+FFFD or a lone surrogate.
+# A reply truncated in the middle of a character ends with U+FFFD or a lone surrogate.
 _PART_OF_CHARACTER = re.compile("[\ufffd\ud800-\udfff]+\\Z")
 # Markers that models write on their own line. Other markers have no whitespace around them.
 _ON_OWN_LINE = ("<think>", "<|channel>thought")

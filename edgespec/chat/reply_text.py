@@ -123,7 +123,7 @@ class ReplyText:
         """
         count, cut, end = 0, 0, self._released_length
         if not self._searches:
-            # If nothing is searched for, an incomplete character at the end counts as text, too.
+            # If there is nothing to search for, an incomplete character at the end also counts as text.
             end += 1
         while self._undecided and self._undecided[0][1] <= end:
             self._undecided.popleft()
@@ -209,7 +209,7 @@ class StopSearch:
 
     @property
     def _answer_end(self) -> int:
-        """The position in the whole text at which the answer so far ends."""
+        """Position in the whole text at which the answer so far ends."""
         return self._length - (self._splitter.pending if self._splitter else 0)
 
     def _search(self, text: str) -> int | None:

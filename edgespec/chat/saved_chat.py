@@ -67,9 +67,9 @@ def title_of(messages: Sequence[Message]) -> str:
 
 
 class ModelReferences(NamedTuple):
-    """The models a chat last used, in the form `--target` and `--draft` accept, or empty if unknown.
+    """The models that a chat last used, in the format of `--target` and `--draft`, or empty if unknown.
 
-    `options` are the other load options that the user changed in the chat, such as `context`.
+    `options` contains other load options that the user changed in the chat, such as `context`.
     """
 
     target: str = ""

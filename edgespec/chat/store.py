@@ -82,7 +82,8 @@ class ChatStore:
         path, data = self._path(chat.id), chat.encoded()
         try:
             if not self._is_cleaned:
-                # Once is enough. Looking for these files takes long if there are many chats.
+                # Do this only once, because looking for these files takes a long time if there are many
+                # chats.
                 self._is_cleaned = True
                 delete_stale_temporaries(self.folder)
             write_private_file(path, data)
@@ -124,9 +125,10 @@ class ChatStore:
         return chat
 
     def _changed(self, chat_id: str, known: datetime) -> bool:
-        """Return whether another program has changed a chat since this time of change."""
+        """Return whether another program has changed a chat since the time `known`."""
         path = self._path(chat_id)
-        # Reading a chat takes long if it contains images, and a chat is saved every second during a reply.
+        # Avoid reading the chat, which takes a long time if it contains images, because it is saved every
+        # second during a reply.
         if self._written.get(chat_id) == (_file_state(path), known):
             return False
         try:
@@ -310,7 +312,7 @@ class FoundChat(NamedTuple):
 def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
     """Return the chats whose title or messages contain all words of `query`, ignoring case.
 
-    Pinned chats come first. Otherwise, the order is kept. An empty query matches all chats.
+    Pinned chats come first. Otherwise, the order is unchanged. An empty query matches all chats.
     """
     words = query.casefold().split()
     found = []

@@ -32,7 +32,7 @@ __all__ = [
 CPU_SECONDS = 2.0
 # Maximum length of a template's error message in characters.
 _MAX_ERROR_CHARACTERS = 300
-# Advice that Python appends to its error about long integers. It does not help users, so it is removed.
+# Advice that Python appends to its error about long integers. It is removed, because it does not help users.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
@@ -99,7 +99,7 @@ def _print_arguments_as_json(messages: list[dict[str, Any]]) -> None:
 
 
 def compile_template(source: str) -> Template:
-    """Compile a template in a sandbox, with the functions that chat templates use."""
+    """Compile a template in a sandbox, providing the functions that chat templates use."""
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -78,7 +78,9 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if plan.streaming:
         parts += [Text(), _line(f"To keep the whole model in memory, {preview.advice}.")]
-        if not (preview.draft or preview.heads or plan.streaming.substitute_bytes):
+        if not (
+            preview.draft or preview.heads or plan.streaming.substitute_bytes or plan.streaming.expert_bytes
+        ):
             parts.append(_line(_DRAFT_WITH_ITSELF))
     if not plan.fits:
         parts += [Text(), _line(f"This does not fit in memory: {preview.advice}.", "bold red")]
@@ -109,10 +111,17 @@ def _streaming(plan: MemoryPlan) -> list[Text]:
     streaming = plan.streaming
     if streaming is None:
         return []
-    kept = f"those of {streaming.kept_layers} stay in memory"
+    if streaming.expert_bytes:
+        kept = f"{format_bytes(streaming.kept_expert_bytes)} of {format_bytes(streaming.expert_bytes)}"
+        what = (
+            f"the experts used most stay in memory ({kept}), and others are read from disk when they are used"
+        )
+    else:
+        kept = f"those of {streaming.kept_layers} stay in memory"
+        what = f"the feed-forward weights of {streaming.layers} layers are read from disk, and {kept}"
     return [
         _line(f"larger than memory: {streaming.text}"),
-        _line(f"the feed-forward weights of {streaming.layers} layers are read from disk, and {kept}"),
+        _line(what),
         *([_line(streaming.warning, "yellow")] if streaming.warning else []),
     ]
 
@@ -170,7 +179,7 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
-    """Return a table of the machines that hold the layers."""
+    """Return a table of the machines that the layers are on."""
     table = Table.grid(padding=(0, 2))
     for column in ("left", *("right",) * 7):
         table.add_column(justify="left" if column == "left" else "right")

@@ -33,9 +33,9 @@ from edgespec.options.option import Integer, ListOf, Text
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.bench import BenchPlan, BenchReport
-    from edgespec.bench.figures import MethodFigures, OracleComparison
-    from edgespec.losslessness import Prompt
+    from edgespec.bench.figures import BenchReport, MethodFigures, OracleComparison
+    from edgespec.bench.runs import BenchPlan
+    from edgespec.losslessness.cases import Prompt
 
 __all__ = ["command"]
 
@@ -138,7 +138,7 @@ def command(
 ) -> int:
     """Measure how much each method speeds up replies to different kinds of prompts.
 
-    The model answers every prompt without the speed-up and with each method. The order changes from prompt to
+    The model answers every prompt without drafting and with each method. The order changes from prompt to
     prompt, so that all methods are affected equally if the machine slows down. The report ends with a legend
     and a conclusion. If you press Ctrl-C, the report covers everything measured so far.
     """
@@ -166,8 +166,8 @@ def command(
 
 def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt]:
     """Load the prompts in the given categories. Raises OptionError if a category is unknown."""
-    from edgespec.bench import bench_prompts
-    from edgespec.losslessness import read_prompts
+    from edgespec.bench.runs import bench_prompts
+    from edgespec.losslessness.cases import read_prompts
 
     texts = read_prompts(file) if file else bench_prompts()
     if categories is None:
@@ -198,7 +198,8 @@ def _check_outputs(save: Path | None, plots: Path | None) -> None:
 
 
 def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> BenchReport:
-    from edgespec.bench import BenchPlan, make_report, method_configs, run
+    from edgespec.bench.figures import make_report
+    from edgespec.bench.runs import BenchPlan, method_configs, run
 
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
@@ -373,7 +374,7 @@ def _verdict(report: BenchReport) -> str:
     ]
     if not of_all:
         return "Only replies without the speed-up were measured."
-    # A method that drafted nothing amounts to plain decoding, so any difference in speed is noise.
+    # A method that drafted nothing is effectively plain decoding, so any difference in speed is noise.
     drafting = [each for each in of_all if each.drafted_tokens]
     if not drafting:
         return "No method drafted any tokens, so none could be faster than plain decoding."

@@ -155,7 +155,7 @@ def command(
         for name in _REPLY_NAMES
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    # A chat that is resumed has settings of its own, so replace only those named for this run.
+    # A resumed chat has its own settings, so replace only those given explicitly for this run.
     overrides = {
         name: value
         for name, value in {**settings, **pick(options, _METHOD_SETTINGS), "system": system}.items()
@@ -201,7 +201,7 @@ def _with_changes(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> d
 
 
 class _Choice(NamedTuple):
-    """The models that a chat opens with, apart from `options["target"]` and `options["draft"]`.
+    """The models that a chat opens with, other than `options["target"]` and `options["draft"]`.
 
     Attributes:
         are_remembered: Whether the models come from an earlier chat.
@@ -217,10 +217,10 @@ class _Choice(NamedTuple):
 def _choose_models(
     ctx: click.Context, options: dict[str, Any], model: str | None, resume: str | None
 ) -> _Choice:
-    """Choose the target and the draft model, unless the user has named them on the command line.
+    """Choose the target and the draft model, unless the user specified them on the command line.
 
-    A saved chat uses its own models. A new chat uses the models that were used last, unless the settings name
-    others.
+    A saved chat uses its own models. A new chat uses the models that were used last, unless the settings
+    specify others.
     """
     source = ctx.get_parameter_source("target")
     if model is not None:

@@ -150,7 +150,7 @@ def _gpu(machine: MachineInfo) -> Check:
     cuda = f"install {_GPU_PACKAGES['cuda']}, then run {setup_command('cuda')}"
     if gpus:
         finding = "; ".join(map(_describe_gpu, gpus)) + (f"; not used: {names}" if unused else "")
-        # A GPU of another vendor may be left out on purpose, because llama.cpp prefers a faster one.
+        # A GPU of another vendor may be unused on purpose, because llama.cpp prefers a faster one.
         has_cuda = any(gpu.name.startswith("CUDA") for gpu in gpus)
         is_missing = not has_cuda and any(gpu.vendor == "NVIDIA" for gpu in unused)
         return Check("gpu", True, finding, cuda if is_missing else "")
@@ -173,7 +173,7 @@ def _gpu(machine: MachineInfo) -> Check:
 
 
 def _unused_gpus(machine: MachineInfo) -> Sequence[InstalledGpu]:
-    """Return the GPUs that llama.cpp does not use, with their memory, as far as their addresses are known."""
+    """Return the GPUs that llama.cpp does not use, with their memory, if their addresses are known."""
     gpus = machine.installed_gpus
     if used := {gpu.pci_address for gpu in machine.llama_cpp.gpus}:
         gpus = tuple(gpu for gpu in gpus if gpu.pci_address and not used & {gpu.pci_address, ""})

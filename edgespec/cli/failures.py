@@ -38,7 +38,7 @@ def exit_status(error: Exception) -> int:
 
 
 def usage_error(what: str, next_step: str, ctx: click.Context) -> click.UsageError:
-    """Return a usage error whose cause holds its two parts separately, as `error_json` needs them."""
+    """Return a usage error whose cause holds its two parts separately, as `error_json` requires."""
     cause = OptionError(what, next_step)
     error = click.UsageError(str(cause), ctx)
     error.__cause__ = cause

@@ -54,8 +54,7 @@ COMMANDS = (
 # Aliases of commands. `run` is Ollama's name for its chat.
 ALIASES = {"run": "chat"}
 
-# Maps Ollama's commands to the edgespec commands to suggest instead. MODEL is replaced by the next word that
-# the user typed.
+# Maps Ollama's commands to the edgespec commands to suggest instead. MODEL is replaced by the next argument.
 OLLAMA_COMMANDS = {
     "list": "models list",
     "ls": "models list",

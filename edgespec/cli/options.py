@@ -200,7 +200,7 @@ def _say_why_toy(ctx: click.Context, param: click.Parameter, target: str) -> str
 def drop_sampling_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current command's options without the sampling settings that the user has not set.
 
-    The model may have its own defaults for these settings.
+    The model may have its own defaults for them.
     """
     ctx = click.get_current_context()
     return {

@@ -74,7 +74,7 @@ class Program(HelpfulGroup):
         given = extra.get("args", sys.argv[1:])
         use_utf8(sys.stdout)
         if sys.stderr is None:
-            # stderr was already closed when the program started, so drop what is written to it.
+            # stderr was already closed when the program started, so discard anything written to it.
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         use_utf8(sys.stderr)
         extra |= {"prog_name": "edgespec", "standalone_mode": False}
@@ -95,7 +95,8 @@ class Program(HelpfulGroup):
 def _report(line: str, error: BaseException, args: Sequence[str]) -> None:
     with suppress(BrokenPipeError):
         click.echo(line, err=True)
-    # Search the raw arguments, because an error in an earlier one can prevent `--json` from being parsed.
+    # Search the raw arguments, because an error in an earlier argument can prevent `--json` from being
+    # parsed.
     if "--json" in takewhile(lambda each: each != "--", args):
         with suppress(OSError):
             print_json(error_json(error))

@@ -15,7 +15,7 @@ from edgespec.cli.screen import ProgressLine, note, print_json, print_table, war
 
 if TYPE_CHECKING:
     from edgespec.bench.tuning import DrafterResult, PassCost, Tuning
-    from edgespec.losslessness import Prompt
+    from edgespec.losslessness.cases import Prompt
 
 __all__ = ["command"]
 
@@ -81,7 +81,7 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
 
 def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> Tuning:
     from edgespec.bench.tuning import tune
-    from edgespec.losslessness import read_prompts
+    from edgespec.losslessness.cases import read_prompts
 
     first: dict[str, Prompt] = {}
     for prompt in read_prompts(None):

@@ -30,7 +30,8 @@ from edgespec.options.option import Number
 from edgespec.options.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:
-    from edgespec.losslessness import Prompt, VerifyReport
+    from edgespec.losslessness.cases import Prompt
+    from edgespec.losslessness.report import VerifyReport
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
@@ -135,7 +136,7 @@ def command(
     if all of its replies are. REPLIES is the number of replies that were compared. DRAFTED is the number of
     tokens that the method proposed, and ACCEPTED how many of them the model accepted.
     """
-    from edgespec.losslessness import read_prompts
+    from edgespec.losslessness.cases import read_prompts
 
     texts = read_prompts(prompts) if prompts else _few_of_each_category(read_prompts(None))
     report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
@@ -160,7 +161,8 @@ def _verify(
     options: dict[str, Any],
 ) -> VerifyReport:
     from edgespec.api.loading import always_draft
-    from edgespec.losslessness import all_cases, check_at_once, count_replies, verify
+    from edgespec.losslessness.cases import all_cases, check_at_once, count_replies
+    from edgespec.losslessness.verify import verify
 
     if options["parallel"] > 1:
         lengths = pick(options, ("temperatures", "draft_lengths"))

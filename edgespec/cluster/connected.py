@@ -22,7 +22,7 @@ __all__ = ["ConnectedWorkers"]
 
 _Result = TypeVar("_Result")
 # When llama.cpp loses a connection, the worker's link usually breaks too. Wait this many seconds for the
-# link's error, which names the worker.
+# link's error, which says which worker was lost.
 _REASON_SECONDS = 2.0
 # Seconds to wait for the current pass to finish after an interrupt before abandoning it. The next reply has
 # to wait until an abandoned pass ends.
@@ -96,7 +96,7 @@ class ConnectedWorkers:
         self._calls.fail(what, next_step)
 
     def report_abort(self) -> None:
-        """Make all calls fail because llama.cpp lost the connection to a worker."""
+        """Make all calls fail because llama.cpp has lost the connection to a worker."""
         self._calls.wait_for_failure(_REASON_SECONDS)
         names = ", ".join(str(link.address) for link in self.links)
         self._calls.fail(f"lost the connection to a worker ({names})", self.links[0].address.restart_advice)

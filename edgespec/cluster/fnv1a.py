@@ -1,4 +1,4 @@
-"""Compute the 64-bit FNV-1a hash, which names the files in llama.cpp's weight cache, with NumPy."""
+"""Compute the 64-bit FNV-1a hash with NumPy. llama.cpp's weight cache uses it for file names."""
 
 from __future__ import annotations
 

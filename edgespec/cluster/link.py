@@ -47,7 +47,7 @@ _ASK_AGAIN_SECONDS = 0.25
 SILENCE_SECONDS = 8.0
 _SIZE = struct.Struct("<Q")
 _ROUND_TRIPS = 9
-# The speed test sends larger and larger messages until one takes this many seconds. Starting small keeps the
+# The speed test sends increasingly large messages until one takes this many seconds. Starting small keeps the
 # test short on slow networks.
 _ENOUGH_SECONDS = 0.1
 _FIRST_BYTES, _MAX_BYTES, _GROWTH = 1 << 16, 1 << 26, 4
@@ -164,7 +164,7 @@ class Link:
     def watch(self, on_lost: Callable[[str, str], None]) -> None:
         """Call `on_lost` from another thread when the worker exits or hangs.
 
-        `on_lost` receives two strings: which worker was lost and why, and what the user can do.
+        `on_lost` receives two strings: which worker was lost and why, and what the user can do about it.
         """
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
@@ -200,7 +200,7 @@ def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
         try:
             connection, status = _ask_to_lead(address)
         except WorkerError:
-            # Report that the worker is busy, which is more helpful than this attempt's error.
+            # Report that the worker is busy, which is more helpful than the error from this attempt.
             break
     return connection, status
 

@@ -36,7 +36,7 @@ _OPTIONS = (
     "-o", "ControlMaster=no",
     "-o", "ControlPath=none",
 )  # fmt: skip
-# A login shell sets PATH as in a terminal. We add ~/.local/bin, because some systems leave it out.
+# A login shell sets PATH as in a terminal. We add ~/.local/bin, because some systems omit it.
 _COMMAND = """exec $SHELL -lc 'exec env PATH="$PATH:$HOME/.local/bin" edgespec worker --listen {address}'"""
 # Worker ports, chosen outside the ranges from which Linux and macOS assign ephemeral ports.
 _WORKER_PORTS = range(20000, 32768)

@@ -36,7 +36,7 @@ MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
 _MAX_BYTES = 1 << 63
 # Once a worker has received data on stdin, it exits if stdin then stays silent for this many seconds. A
-# connection can break unnoticed, for example when a laptop goes to sleep.
+# connection can break silently, for example when a laptop goes to sleep.
 STDIN_SILENCE_SECONDS = 60.0
 LLAMA_CPP, MLX = "llama-cpp-python", "mlx-lm"
 

@@ -181,7 +181,7 @@ class WorkerServer:
             except TimeoutError:
                 continue
             except OSError:
-                # There are too many open files, or the client has disconnected.
+                # Too many files are open, or the client has disconnected.
                 time.sleep(_POLL_SECONDS)
                 continue
             self._silent.add(connection)
@@ -198,8 +198,8 @@ class WorkerServer:
             self._end_layers()
 
     def _handle(self, connection: socket.socket) -> None:
-        # Ignore clients that disconnect or send nothing. `_forward_beats` reports a lost RPC server to the
-        # target.
+        # Ignore clients that disconnect or send nothing. If the RPC server is lost, `_forward_beats`
+        # disconnects the target.
         with suppress(OSError), connection:
             try:
                 set_timeouts(connection)
@@ -380,7 +380,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        # Remove the address, which Python adds to the reason.
+        # Remove the address that Python adds to the reason.
         reason = str(error.strerror or error).partition(" (while ")[0]
         raise WorkerError(
             f"the worker cannot listen on {host}:{port}: {reason}",

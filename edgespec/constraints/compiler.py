@@ -35,7 +35,7 @@ __all__ = ["ConstraintCompiler", "ConstraintTrial"]
 _MAX_CHARACTERS = 1 << 18
 # Maximum number of characters to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 300
-# The patterns below match llguidance's error messages, because it reports causes only as text. This one
+# The patterns below match llguidance's error messages, because it reports causes only as text. This pattern
 # matches the reason in messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _LOOK_AROUND = re.compile(r"lookarounds not supported yet; (Word|Start|End)")
@@ -150,7 +150,7 @@ class ConstraintCompiler:
         if matcher.try_consume_tokens(given) < len(given):
             if text_may_precede:
                 return ConstraintProcessor(tokenizer, self._matcher(constraint), start)
-            # Say "constraint" rather than "grammar", because the user may not have written the grammar:
+            # Say "constraint" rather than "grammar", because the user may not have written a grammar:
             # edgespec generates one for replies that can contain either tool calls or an answer.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(

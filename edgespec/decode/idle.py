@@ -94,7 +94,7 @@ def _run(stopped: SignalEvent, pending_work: list[_IdleWork], weak_watch: WeakMe
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # Pop the function, so that objects it references can be freed after the call.
+    # Pop the function, so that objects that it references can be freed after the call.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from edgespec.constraints import Constraint, constraint_from
+from edgespec.constraints.matcher import Constraint, constraint_from
 from edgespec.decode.drafter_set import ReplyKind
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams

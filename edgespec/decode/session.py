@@ -30,7 +30,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, MIN_ROOM_TOKENS
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import PrefixCache
+from edgespec.memory.prefix_cache.cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
 from edgespec.methods.auto.controller import ACTIVE_REPLIES, AutoController
@@ -43,8 +43,8 @@ from edgespec.system.checks import check_process
 
 __all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_target_step"]
 
-# Number of target passes between updates of the drafting statistics, because updating them after every pass
-# would slow down small models.
+# Number of target passes between updates of the drafting statistics. Updating them after every pass would
+# slow down small models.
 _PASSES_PER_REPORT = 8
 # Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
@@ -303,13 +303,13 @@ class Session:
             with self._state_lock:
                 self._end(request)
             return True
-        # Garbage collection can run in code that holds the lock. The lock would let its own thread in.
-        # `threading.Condition` calls this method too.
+        # Garbage collection can run in code that holds the lock. Acquiring it again in the same thread would
+        # succeed. `threading.Condition` calls this method too.
         if self._state_lock._is_owned():  # type: ignore[attr-defined]
             return False
         held: list[bool] = []
         try:
-            # Ctrl-C can arrive between a call and an assignment, and its result would be lost.
+            # If Ctrl-C arrives between a call and an assignment, the result of the call would be lost.
             held.extend(filter(None, map(self._state_lock.acquire, [False])))
             if held:
                 self._end(request)
@@ -467,7 +467,7 @@ class Session:
         check_process(self.process_id)
         with self._compute_lock:
             if self._active_request is not None:
-                # The target cache is recording the tokens of a reply.
+                # The target cache is still recording the tokens of a reply.
                 return
             succeeded = self._idle_worker.run_drafters(
                 self._decoder.idle_drafters,

@@ -171,7 +171,7 @@ class Rejection:
             joint = min(1, joint * target.prob(token) / _draft_distribution(tree, node).prob(token))
             if joint == 0:
                 # The target never chooses this token, and the processors may rule out every token after it.
-                # Draw a number nevertheless, so that a seed's later draws do not depend on this shortcut.
+                # Draw a number anyway, so that a seed's later draws do not depend on this shortcut.
                 self._random.bernoulli(0)
                 continue
             sampler.push(token)

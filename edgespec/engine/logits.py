@@ -170,11 +170,11 @@ class HostLogits:
 
     __slots__ = ("other_tokens", "overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
-    # Tokens per group in `_peaks`. A row is read once to find the peak of each group, and a second time only
-    # in groups whose peak is large enough.
+    # Tokens per group in `_peaks`. A row is read once to find the peak of each group. Only groups whose peak
+    # is large enough are read a second time.
     _GROUP = 64
-    # Minimum vocabulary size for using `_peaks`. In smaller vocabularies, reading the whole row twice is just
-    # as fast.
+    # Minimum vocabulary size for using `_peaks`. For smaller vocabularies, reading the whole row twice is
+    # just as fast.
     _MIN_VOCABULARY = 1 << 15
 
     def __init__(self, rows: NDArray[np.float32], other_tokens: int = 0) -> None:

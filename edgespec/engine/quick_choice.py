@@ -30,10 +30,10 @@ from edgespec.engine.processors import (
 
 __all__ = ["Filters", "choose_from_row", "choose_token", "split_filters"]
 
-# Maximum number of candidates for the fast path. With more, the filters are just as fast.
+# Maximum number of candidates for the fast path. If there are more, the filters are just as fast.
 _MAX_CANDIDATES = 4096
-# Minimum vocabulary size for the fast path. In smaller vocabularies, the filters are as fast as searching the
-# row.
+# Minimum vocabulary size for the fast path. For smaller vocabularies, the filters are as fast as searching
+# the row.
 _MIN_VOCABULARY = 1 << 14
 # Numbers of most likely tokens to search for the nucleus and the highest-scoring token. The second number is
 # used only if the first is too small.

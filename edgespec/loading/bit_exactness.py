@@ -256,7 +256,7 @@ class _Trial:
         """Return the classes, excluding widths whose passes over all layers differ.
 
         One pass of each width is enough, because only the kernels of the output layer have not been tested
-        yet, and no later rounding can hide differences in its logits. Where passes over all layers are slow,
+        yet, and no later rounding can hide differences in its logits. If passes over all layers are slow,
         only a few widths of each class are compared.
         """
         self.is_partial = self.model.run_first_layers(False)
@@ -398,7 +398,7 @@ class _Trial:
                 agreeing.discard(width)
             elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
                 if width == base:
-                    # Not even identical passes agree, for example because the device does not sum in a fixed
+                    # Even identical passes disagree, for example because the device does not sum in a fixed
                     # order.
                     return {base}
                 agreeing.discard(width)
@@ -430,8 +430,8 @@ class _Trial:
             at = self.model.length - length
             if at + width > positions:
                 break
-            # Alternate between partially rolled-back passes and passes that are kept whole, so that positions
-            # fall into different rows of a pass than in the reference.
+            # Alternate between partially rolled-back passes and passes that are kept in full, so that
+            # positions fall into different rows of a pass than in the reference.
             real = width - 1 if width > 2 and count % 2 == 0 else width
             if not self._agrees(reference, length, at, self._pass(width, real)):
                 return False
@@ -514,8 +514,8 @@ class _Trial:
                 for start in range(0, len(tokens), base):
                     self._pass(base, min(base, len(tokens) - start))
 
-        # If single-token passes agree with no wider pass, they do not agree with prefill either, even if the
-        # logits after a prefill happen to be equal.
+        # If single-token passes do not agree with any wider pass, they do not agree with prefill either, even
+        # if the logits after a prefill happen to be equal.
         if (
             len(widths) > 1
             and self._split_digest(count, ANY_SPLIT, decode) == expected

@@ -117,11 +117,11 @@ POSITIONS_AGAIN = 18
 LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
 SHORT_TRIAL_WIDTH = 5
 # If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
-# over all layers in a trial. If the first layers cannot run alone, the trial compares only these widths, at
-# `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest one. Each
-# context takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a
-# wide pass, which takes little longer than a single-token pass if most of the time is spent reading from
-# disk.
+# over all layers in a trial. If the first layers cannot run on their own, the trial compares only these
+# widths, at `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest
+# one. Each context takes about 40 passes. The values were chosen to limit the wait at the first load, and to
+# include a wide pass, which takes little longer than a single-token pass if most of the time is spent reading
+# from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
 # passes.
@@ -152,8 +152,8 @@ ANY_SPLIT, BLOCK_SPLIT, BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
 # slightly below the share of the feed-forward weights in common models, because those of the first layer stay
 # in memory.
 STREAMED_SHARE = 0.6
-# Comfortable and minimum acceptable speeds for reading along, in tokens per second. They were chosen as about
-# twice the usual reading speed and about equal to it.
+# Comfortable and minimum acceptable speeds for reading along, in tokens per second. They were chosen to be
+# about twice the usual reading speed and about equal to it.
 COMFORTABLE_SPEED, ACCEPTABLE_SPEED = 8.0, 4.0
 # Recommend a draft model only if its expected speed-up is at least this. The threshold was chosen to match
 # the typical difference between predicted and measured speeds in `scripts/bench_recommend.py`
@@ -163,7 +163,7 @@ MIN_DRAFT_SPEEDUP = 1.05
 # smaller gain does not justify another download.
 MIN_QUANTISATION_GAIN = 1.15
 # Do not suggest quantisations with fewer bits per weight than this. The limit was chosen because fewer bits
-# make replies worse.
+# degrade replies.
 MIN_BITS = 4.5
 # Prompt length in tokens for predicting the time to first token. The length was chosen to match a page or two
 # of text.
@@ -191,8 +191,8 @@ OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 
 # `auto` drafts with low-bit copies of streamed blocks only if each pass then reads at most this many times as
 # much from disk as without the copies. The value was chosen to lie between two measured cases: an F16 model
-# that read 1.5 times as much generated its first reply with `auto` 1.24 times as fast, and a Q8_0 model that
-# read 2.7 times as much generated a reply with `lowbit` 0.75 times as fast.
+# that read 1.5 times as much generated its first reply 1.24 times as fast with `auto`, and a Q8_0 model that
+# read 2.7 times as much generated a reply 0.75 times as fast with `lowbit`.
 MAX_READS_WITH_COPIES = 1.6
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---

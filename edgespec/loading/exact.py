@@ -1,7 +1,8 @@
 """Load a target with the passes and kernels that keep its replies identical to plain decoding.
 
 Pass widths fall into classes that agree bit for bit (see `bit_exactness`). Which class is best, and whether
-it pays to repack the weights, depend on the machine. Repacked weights are faster, but can have narrower
+it is worthwhile to repack the weights, depend on the machine. Repacked weights are faster, but can have
+narrower
 classes. Both are chosen by expected speed, based on measurements that are taken when a model is first loaded
 on a machine with a given library build, and then saved.
 """
@@ -263,8 +264,8 @@ class _ExactLoading:
         """Return the best configuration, from saved trials where possible."""
         first = self._trial(repack=True)
         if first.seconds is None:
-            # Restrict passes even though all tested widths agree, because a trial that other programs slowed
-            # down may have tested only narrow passes.
+            # Restrict passes even though all tested widths agree, because the trial may have been slowed down
+            # by other programs and tested only narrow passes.
             return _Choice(first.classes[0], True, 1.0, first.threads)
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(first.seconds, COMPARED_WIDTHS), _repeating(first.seconds, COMPARED_WIDTHS)
@@ -287,7 +288,7 @@ class _ExactLoading:
         # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
-            # Estimate the speed with `bits`, which either pads plain decoding or gives up drafting.
+            # Estimate the speed with `bits`, which either pads plain decoding or does without drafting.
             seconds = first.seconds
             bits_speed = max(
                 min(seconds(1) / seconds(each.widths[0]), _repeating(seconds, each.widths) / free[1])
@@ -325,7 +326,7 @@ class _ExactLoading:
     def _saved(self, key: str) -> _TrialResult | None:
         """Return a saved trial result, unless other programs disturbed it and the machine is now idle."""
         saved = _from_json(Facts().get("classes", key)) if self.file_states else None
-        # On a machine that is always busy, remeasuring at every start would not give a better result.
+        # On a machine that is always busy, remeasuring at every start would not give better results.
         return saved if saved is not None and (not saved.is_disturbed or _machine_is_busy()) else None
 
     def _key(self, repack: bool) -> str:

@@ -73,7 +73,8 @@ def find_heads(
             )
         if find_head is not None:
             return FoundHeads((named_head(find_head(drafting.head), target, convert=False),))
-        # Check the metadata first, to avoid downloading the weights of a head made for a different target.
+        # Check the metadata first, to avoid downloading the weights of a head that was made for a different
+        # target.
         with TemporaryDirectory(prefix="edgespec-") as folder:
             header = resolve_head_metadata(drafting.head, Path(folder), progress)
             try:

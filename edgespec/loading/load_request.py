@@ -12,8 +12,9 @@ from edgespec.errors import OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.planning import PlanRequest
 from edgespec.loading.workers import for_workers
-from edgespec.memory import Preference, available_bytes
+from edgespec.memory.budget import available_bytes
 from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
+from edgespec.memory.fitting import Preference
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter
 from edgespec.options.default_model import default_model

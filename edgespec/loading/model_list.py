@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +19,7 @@ from edgespec.loading.speed_prediction import (
     predict_speed,
     recommended_draft,
 )
-from edgespec.memory import available_bytes
+from edgespec.memory.budget import available_bytes
 from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
@@ -246,7 +246,7 @@ def _installed_model(
     draft = _draft(model, installed, budget_bytes)
     file_bytes = loaded_bytes(model.info, model.entry)
     needed = needed_bytes(file_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
-    read_seconds = _read_seconds(form, file_bytes, needed - budget_bytes, model.path)
+    read_seconds = _read_seconds(form, file_bytes, needed - budget_bytes, model.path, model.entry)
     weights = draft_weights = None
     try:
         weights = _weights(form, model.path, model.entry)
@@ -264,7 +264,7 @@ def _installed_model(
             draft_weights,
             draft.parameters / max(model.info.parameters, 1) if draft else 0.0,
             draft.acceptance_rate if draft else None,
-            read_seconds=read_seconds or 0.0,
+            read_seconds=_reads(read_seconds, model.entry),
         )
     return AvailableModel(
         reference=model.reference,
@@ -285,7 +285,9 @@ def _installed_model(
     )
 
 
-def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Path | None) -> float | None:
+def _read_seconds(
+    form: FileFormat, file_bytes: int, excess_bytes: int, path: Path | None, entry: ModelEntry | None
+) -> float | None:
     """Return the time each pass spends reading weights from disk, or 0 if the model fits in memory.
 
     Args:
@@ -293,6 +295,7 @@ def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Pa
         file_bytes: Size of the model's files.
         excess_bytes: Number of bytes by which the model exceeds the available memory.
         path: A file or folder on the disk to measure, or None if there is none.
+        entry: The model's catalogue entry, which says what share of the weights a token uses.
 
     Returns:
         The time in seconds, or None if the model cannot run.
@@ -303,7 +306,20 @@ def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Pa
     if excess_bytes > STREAMED_SHARE * file_bytes or path is None or not can_stream:
         return None
     speed = _disk_speed(path)
-    return excess_bytes / speed if speed else None
+    # Of a mixture of experts, a pass reads only those that it uses.
+    read_bytes = excess_bytes * (entry.active_fraction if entry else 1.0)
+    return read_bytes / speed if speed else None
+
+
+def _reads(read_seconds: float | None, entry: ModelEntry | None) -> Callable[[int], float]:
+    """Return the time that a pass over a number of tokens spends reading weights from disk.
+
+    Args:
+        read_seconds: The time of a pass over one token, or None if the model cannot run.
+        entry: The model's catalogue entry, or None. Tokens are assumed to choose experts independently.
+    """
+    share = entry.active_fraction if entry else 1.0
+    return lambda width: (read_seconds or 0.0) * (1 - (1 - share) ** width) / share
 
 
 @cache
@@ -357,8 +373,9 @@ def catalogue_models(
             file_bytes = entry.approximate_file_bytes
             needed = needed_bytes(file_bytes + draft_bytes, entry.parameters)
             read_seconds = _read_seconds(
-                form, file_bytes, needed - budget_bytes, largest.path if largest else None
+                form, file_bytes, needed - budget_bytes, largest.path if largest else None, entry
             )
+            reads = _reads(read_seconds, entry)
             yield AvailableModel(
                 reference=short_name(entry),
                 place="catalogue",
@@ -368,7 +385,7 @@ def catalogue_models(
                 download_bytes=file_bytes + (0 if draft and draft.name in names else draft_bytes),
                 needed_bytes=needed,
                 fits=needed <= budget_bytes,
-                speed=predict_entry(entry, machine, read_seconds=read_seconds or 0.0) if machine else None,
+                speed=predict_entry(entry, machine, read_seconds=reads) if machine else None,
                 format=entry.format,
                 entry=entry,
                 family=entry.family,

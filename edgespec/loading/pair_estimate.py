@@ -11,7 +11,9 @@ from typing import Any
 from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
-from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
+from edgespec.memory.budget import Budget
+from edgespec.memory.fitting import PlanChoice
+from edgespec.memory.plan import Item, MemoryPlan, Streaming, create_items, shared_items
 from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
@@ -180,7 +182,8 @@ class PairEstimator:
             raise ModelFileError(
                 f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
             ) from error
-        streamed = self.target.streamed_bytes(self.load_options(choice))
+        options = self.load_options(choice)
+        streamed, experts = self.target.streamed_bytes(options), self.target.expert_reads(options)
         copies = self._substitutes_of(choice)
         return Streaming(
             len(streamed),
@@ -189,6 +192,7 @@ class PairEstimator:
             speed,
             copies.bytes_of(list(streamed)) if copies else 0,
             network_drive(path),
+            *((experts.all_bytes, experts.kept_bytes) if experts else ()),
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:

@@ -380,7 +380,8 @@ def draft_load_options(
     gpu_layers = drafting.arguments["draft_gpu_layers"]
     if gpu_layers is None:
         # If the planner moved some of the target's layers to main memory, the draft model stays on the GPU,
-        # because it runs several times in each round. If the target left the GPU, it was too small.
+        # because it runs several times per round. If the planner moved the whole target off the GPU, the GPU
+        # was too small.
         gpu_layers = 0 if options.gpu_layers == 0 else drafting.arguments["gpu_layers"]
     return replace(
         options.for_draft(),

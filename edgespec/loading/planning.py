@@ -19,21 +19,12 @@ from edgespec.loading.constants import (
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
 from edgespec.loading.pairing import ModelPair
-from edgespec.memory import (
-    Budget,
-    MemoryPlan,
-    PlanChoice,
-    PlanOption,
-    Preference,
-    address_limit,
-    find_budget,
-    fit_to_budget,
-    shared_items,
-    stream_least,
-)
+from edgespec.memory.budget import Budget, address_limit, find_budget
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
-from edgespec.memory.prefix_cache import default_memory_bytes
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
+from edgespec.memory.plan import MemoryPlan, shared_items
+from edgespec.memory.prefix_cache.store import default_memory_bytes
 from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions
@@ -260,13 +251,13 @@ def _plan_pair(
             )
 
         choice, plan = fit(fixed)
-        # The model is too large only if no combination of options makes it fit. Otherwise, an option that the
-        # user set, such as a long context, is the cause, and the advice names it.
+        # The model is too large only if no combination of options makes it fit. Otherwise, the cause is an
+        # option that the user set, such as a long context, and the advice says which one.
         is_too_large = not plan.fits and not (fixed and fit(set())[1].fits)
         can_stream = _may_stream(options, drafting) and pair.target.backend.streams(options.gpu_layers)
         if is_too_large and can_stream and target.streamable_layers:
             # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
-            # because a long one would take memory from the weights even while it is unused.
+            # because a long one would take memory away from the weights even while it is unused.
             tokens = start.context_tokens
             if "context" not in fixed:
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)
@@ -325,7 +316,7 @@ def _plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # If the draft model does not fit in memory, do not use a low-bit copy of the target instead.
+        # If the draft model does not fit in memory, do not replace it with a low-bit copy of the target.
         has_room_for_copy=choice.copy and start.draft == choice.draft and options.workers is None,
         substitutes=choice.substitutes,
         draft_kv_type=choice.draft_kv_type,
@@ -436,7 +427,7 @@ def _extend_context(
 def check_fits(planned: LoadPlan) -> None:
     """Raise MemoryBudgetError if a load plan does not fit in memory.
 
-    The error names the largest items and includes the plan's advice.
+    The error lists the largest items and includes the plan's advice.
     """
     plan = planned.plan
     if plan.fits:

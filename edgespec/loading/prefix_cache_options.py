@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
-from edgespec.memory import MemoryPlan
-from edgespec.memory.prefix_cache import (
-    HeadState,
-    PrefixCache,
-    PrefixCacheDisk,
-    ReuseCosts,
-    max_copy_bytes,
-)
+from edgespec.memory.plan import MemoryPlan
+from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
+from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
+from edgespec.memory.prefix_cache.store import ReuseCosts, max_copy_bytes
 from edgespec.methods.costs.target_costs import PassCosts
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.model_facts import Adapter

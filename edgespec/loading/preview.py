@@ -22,9 +22,10 @@ from edgespec.loading.pairing import (
     with_working_draft,
 )
 from edgespec.loading.planning import LoadPlan, budget_for, plan_pair
-from edgespec.loading.speed_prediction import SpeedPrediction, predict_pair
+from edgespec.loading.speed_prediction import SpeedPrediction, no_reads, predict_pair
 from edgespec.loading.workers import SpreadPrediction, connect_workers, predict_spread
-from edgespec.memory import MemoryPlan, check_room_to_plan
+from edgespec.memory.budget import check_room_to_plan
+from edgespec.memory.plan import MemoryPlan
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import Progress
 from edgespec.model.memory_estimate import Pool
@@ -146,7 +147,7 @@ def _preview(pair: ModelPair, request: LoadRequest, progress: Progress | None) -
         planned = plan_pair(pair, request.drafting, connected, budget, request.plan)
         if connected.workers is None:
             streaming = planned.plan.streaming
-            read_seconds = streaming.seconds_per_pass if streaming else 0.0
+            read_seconds = streaming.seconds_of_pass if streaming else no_reads
             return Preview(planned, predict_pair(planned.pair, read_seconds=read_seconds))
         whole = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         spread = predict_spread(

@@ -142,7 +142,7 @@ def recommend(
     arguments = check_load_arguments({"memory": memory, "reserve": reserve})
     form = format_of("gguf")
     machine = None if remeasure else saved_machine_speed(form)
-    # On a machine that is always busy, remeasuring every time would not give a better result.
+    # On a machine that is always busy, remeasuring every time would not give better results.
     if machine is None or (machine.is_disturbed and CPU_LOAD.busy_cores() <= MAX_BUSY_CORES):
         machine = measure_machine(form, progress)
     budget = budget_for([backend_of(form.name)], arguments)
@@ -171,7 +171,7 @@ def cost_text(cost: float) -> str:
 
 
 def why_no_speedup(target: Resolved, draft: Resolved | None) -> str:
-    """Return why a model is not faster with its draft model on this machine, and which model would be.
+    """Explain why a model is not faster with its draft model on this machine, and which model would be.
 
     Args:
         target: The model.
@@ -194,7 +194,7 @@ def why_no_speedup(target: Resolved, draft: Resolved | None) -> str:
 
 
 def draft_advice(budget_bytes: int | None = None) -> str:
-    """Return a clause that names the model that a draft model makes fastest on this machine.
+    """Return a clause that recommends the model that benefits most from a draft model on this machine.
 
     Args:
         budget_bytes: Memory that edgespec may use. Defaults to the available memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -17,6 +17,7 @@ from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptanc
 __all__ = [
     "SpeedPrediction",
     "catalogue_weights",
+    "no_reads",
     "predict_entry",
     "predict_pair",
     "predict_speed",
@@ -60,6 +61,11 @@ class SpeedPrediction:
         }
 
 
+def no_reads(_width: int) -> float:
+    """Return the time that a pass of a model in memory spends reading its weights from disk."""
+    return 0.0
+
+
 def predict_speed(
     speed: MachineSpeed,
     target: PassWeights,
@@ -67,7 +73,7 @@ def predict_speed(
     size_ratio: float = 0.0,
     acceptance_rate: float | None = None,
     *,
-    read_seconds: float = 0.0,
+    read_seconds: Callable[[int], float] = no_reads,
 ) -> SpeedPrediction:
     """Predict the speed of a target, alone and with a draft model.
 
@@ -77,15 +83,17 @@ def predict_speed(
         draft: The weights of the draft model, or None.
         size_ratio: The draft model's parameter count divided by the target's.
         acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
-        read_seconds: Time that every pass spends reading weights from disk while it computes.
+        read_seconds: Returns the time that a pass over a number of tokens spends reading weights from disk
+            while it computes.
     """
     in_memory = speed.pass_seconds(target)
-    step = max(in_memory, read_seconds)
-    prompt_passes = ceil(PREDICTED_PROMPT_TOKENS / LoadOptions().batch_tokens)
+    step = max(in_memory, read_seconds(1))
+    batch_tokens = LoadOptions().batch_tokens
+    prompt_passes = ceil(PREDICTED_PROMPT_TOKENS / batch_tokens)
     speedup = 1.0
 
     def v(width: int) -> float:
-        return max(in_memory * speed.v(target, width), read_seconds) / step
+        return max(in_memory * speed.v(target, width), read_seconds(width)) / step
 
     if draft is not None:
         speedup = estimate_speedup(
@@ -98,19 +106,22 @@ def predict_speed(
         tokens_per_second=1.0 / step,
         pass_costs={width: v(width) for width in (2, 4, 8)},
         prompt_seconds=max(
-            speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS), prompt_passes * read_seconds
+            speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS), prompt_passes * read_seconds(batch_tokens)
         ),
         speedup=max(1.0, speedup),
         is_disturbed=speed.is_disturbed,
     )
 
 
-def predict_pair(pair: ModelPair, *, read_seconds: float = 0.0) -> SpeedPrediction | None:
+def predict_pair(
+    pair: ModelPair, *, read_seconds: Callable[[int], float] = no_reads
+) -> SpeedPrediction | None:
     """Predict the speed of a pair from its files, or return None if this machine has not been measured.
 
     Args:
         pair: The target and its draft model.
-        read_seconds: Time that every pass spends reading weights from disk while it computes.
+        read_seconds: Returns the time that a pass over a number of tokens spends reading weights from disk
+            while it computes.
 
     Raises:
         ModelFileError: A file is damaged.
@@ -136,14 +147,18 @@ def predict_pair(pair: ModelPair, *, read_seconds: float = 0.0) -> SpeedPredicti
 
 
 def predict_entry(
-    entry: ModelEntry, speed: MachineSpeed | None = None, *, read_seconds: float = 0.0
+    entry: ModelEntry,
+    speed: MachineSpeed | None = None,
+    *,
+    read_seconds: Callable[[int], float] = no_reads,
 ) -> SpeedPrediction | None:
     """Predict the speed of a catalogue model and its recommended draft model, without their files.
 
     Args:
         entry: The model's catalogue entry.
         speed: The measured speed of this machine. Defaults to the saved speed.
-        read_seconds: Time that every pass spends reading weights from disk while it computes.
+        read_seconds: Returns the time that a pass over a number of tokens spends reading weights from disk
+            while it computes.
 
     Returns:
         The prediction, or None if this machine has not been measured with the model's file format.

@@ -283,7 +283,7 @@ def predict_spread(
 def _output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> bool:
     """Return whether passes are faster with the output layer on the last worker than on this machine.
 
-    Returns False if the target has no output layer of its own, or if either machine was not measured.
+    Returns False if the target has no separate output layer, or if either machine was not measured.
     Measures the connection to the worker only if the result depends on it.
 
     Raises:

@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 Verdict = Literal["rounding", "fault"]
-# Maximum number of tokens whose logits are compared. This bounds memory use: with a vocabulary of 262,144
-# tokens, each row of logits takes 1 MiB.
+# Maximum number of tokens whose logits are compared. This bounds memory use, because a row of logits takes 1
+# MiB with a vocabulary of 262,144 tokens.
 _MAX_ROWS = 64
 
 
 class Reason(StrEnum):
-    """Why a reply is wrong, as far as further replays can tell.
+    """Why a reply is wrong, as far as further replays can determine.
 
     Attributes:
         REJECTED_TOKENS: Rejected draft tokens change the logits of later passes, so they were not removed

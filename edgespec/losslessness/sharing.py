@@ -28,7 +28,7 @@ _MAX_MEASUREMENTS = 64
 # Stop once this many measurements have shown a rounding error.
 _ENOUGH_ERRORS = 4
 # Maximum number of times that other replies free KV cells while the reply is computed. The reply's next
-# tokens then occupy these cells.
+# tokens then occupy the freed cells.
 _MAX_MOVES = 3
 # Number of tokens that each other model keeps in its cache, to expose bugs that make a reply read another
 # reply's KV cells.
@@ -148,7 +148,7 @@ class _MovingPasses(Alone):
         count = int(self._random.integers(1, _MAX_MOVES + 1))
         # Make early positions more likely, because replies often continue a short cached prefix.
         self._moves = deque(sorted((total ** self._random.random(count)).astype(int).tolist()))
-        # Fill the neighbours' cells first, so that the cells they free precede those of the text.
+        # Fill the neighbours' cells first, so that the cells that they free precede those of the text.
         for each in models:
             each.truncate(0)
         for each, text in zip(models[1:], cycle(texts), strict=False):

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from edgespec.api.requests import TokensPrompt
 from edgespec.api.runtime import Runtime
-from edgespec.constraints import ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
 from edgespec.decode.reply import Reply
 from edgespec.decode.request import ReplySettings, StreamArguments
 from edgespec.engine.processors import LogitsProcessor
@@ -253,7 +253,7 @@ class _Verification:
         cached = reply.stats.cached_prompt_tokens
         if self.reads:
             # A correct cache never reuses more tokens than this. If a faulty cache does, the replay must not
-            # repeat the fault.
+            # repeat the mistake.
             cached = min(cached, common_prefix_length(self.reads[-1].tokens, tokens))
         # Drop the prompts that have no tokens left in the cache.
         kept = tuple(read for read in self.reads if read.cached_tokens < cached)

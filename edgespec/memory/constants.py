@@ -53,7 +53,7 @@ PLANNING_BYTES = 64 * 2**20
 # plans with the memory actually used.
 HEADROOM_SHARE, MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 # Context sizes in tokens to fall back to if memory is low: one for a chat of a few turns and, as a last
-# resort, one for a short question. The values were chosen rather than measured.
+# resort, one for a short question. Both were chosen rather than measured.
 SHORT_CONTEXT_TOKENS, MIN_CONTEXT_TOKENS = 2048, 512
 # The draft model's window in tokens if memory is low. The value was chosen to match a draft model's default
 # window.
@@ -62,10 +62,10 @@ SAVING_WINDOW_TOKENS = 1024
 # value was chosen from the data sheets of common machines, because it is needed before a model is loaded: two
 # channels of DDR4 or DDR5 read 40 to 90 GB/s, and GPUs 300 to 1,000 GB/s.
 MAIN_MEMORY_COST = 10
-# Assumed number of draft passes per target pass, and of tokens that each target pass then generates. The
-# first was chosen as a common draft length, the second as what a mediocre draft model achieves with it.
+# Assumed number of draft passes per target pass, and number of tokens that each target pass then generates.
+# The first was chosen as a common draft length, the second as what a mediocre draft model achieves with it.
 DRAFT_READS, TOKENS_PER_DRAFT = 4, 2
-# Speed in bytes per second below which a disk is named as slow. The value was chosen to lie between hard
+# Speed in bytes per second below which a disk is reported as slow. The value was chosen to lie between hard
 # disks (up to 0.25 GB/s) and SATA SSDs (0.5 GB/s).
 SLOW_DISK_BYTES_PER_SECOND = 0.3e9
 

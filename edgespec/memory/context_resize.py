@@ -127,8 +127,8 @@ class ResizableContext:
             return
         if model.length > size:
             model.truncate(size)
-        # Ignore a failed resize, because the next prompt resizes the context again if necessary. A
-        # draft model with another vocabulary can hold more tokens than it counts.
+        # Ignore a failed resize, because the next prompt resizes the context again if necessary. A draft
+        # model with another vocabulary can hold more tokens than its length suggests.
         with suppress(MemoryBudgetError, ContextFullError):
             model.resize(size)
 

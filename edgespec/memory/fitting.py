@@ -43,7 +43,8 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` refers to `context_tokens`."""
 
-# What drafts tokens. The planner drops them in this order: heads last, because they need the least memory.
+# The options that enable drafters. The planner drops them in this order: heads last, because they need the
+# least memory.
 _DRAFTERS: tuple[PlanOption, ...] = ("draft", "copy", "heads")
 # Load options to restore after a reduction, in this order, while memory allows.
 _RESTORABLE: dict[Preference, tuple[PlanOption, ...]] = {
@@ -139,7 +140,7 @@ def fit_to_budget(
     def place_layers(choice: PlanChoice) -> PlanChoice:
         return _with_most_layers_on_gpu(choice, start, gpu_layers, plan, place_experts)
 
-    # A long context is worth more than layers on the GPU to a user who prefers it.
+    # To a user who prefers a long context, it is worth more than layers on the GPU.
     keeps_context = can_move and prefer == "context"
     choice = _reduce(start, steps, {*fixed, "context"} if keeps_context else fixed, plan, place_experts)
     is_whole = _fits(plan, choice) and all(
@@ -174,7 +175,7 @@ def _reduce(
     plan: _Plan,
     place: Callable[[PlanChoice], PlanChoice],
 ) -> PlanChoice:
-    """Return `choice` after as few reductions as are necessary, or after all of them if it never fits.
+    """Return `choice` after as few reductions as necessary, or after all of them if it never fits.
 
     Args:
         choice: The choice to reduce.
@@ -200,7 +201,7 @@ def _reduce(
 def _drafting_pays(drafting: MemoryPlan, whole: MemoryPlan) -> bool:
     """Return whether replies are expected to be faster with the drafters than without them.
 
-    Without the drafters, their GPU memory would hold layers that are in main memory with them. The time of a
+    Without the drafters, their GPU memory could hold layers that are otherwise in main memory. The time of a
     pass is estimated from the sizes of the weights that it reads.
 
     Args:

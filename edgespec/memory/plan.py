@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
 from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES, SLOW_DISK_BYTES_PER_SECOND
-from edgespec.memory.prefix_cache import PrefixCacheUsage
+from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
 from edgespec.model.memory_estimate import ExpertShares, MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.system.files import format_bytes, format_rate
 
@@ -57,12 +57,16 @@ class Streaming:
     Attributes:
         layers: Number of layers whose feed-forward weights are streamed.
         all_layers: Number of layers that could be streamed.
-        bytes_per_pass: Number of bytes read in each pass.
+        bytes_per_pass: Number of bytes read in each pass. If passes read only the experts that they use, this
+            is an estimate for a pass over one token.
         disk_bytes_per_second: Measured read speed of the disk.
         substitute_bytes: Size in bytes of the low-bit copies of these weights, with which the target drafts.
             0 if there are none.
         network_drive: Type of the network file system that holds the model, such as `nfs4`. Empty if the
             model is on a local disk.
+        expert_bytes: Size of all experts, if passes read only those that they use. 0 if whole layers are
+            streamed.
+        kept_expert_bytes: Size of the experts that stay in memory.
     """
 
     layers: int
@@ -71,6 +75,8 @@ class Streaming:
     disk_bytes_per_second: float
     substitute_bytes: int = 0
     network_drive: str = ""
+    expert_bytes: int = 0
+    kept_expert_bytes: int = 0
 
     @property
     def kept_layers(self) -> int:
@@ -92,9 +98,26 @@ class Streaming:
         """Time needed to read one pass's weights from disk, in seconds."""
         return self.bytes_per_pass / self.disk_bytes_per_second
 
+    def seconds_of_pass(self, width: int) -> float:
+        """Return the time needed to read the weights of a pass over `width` tokens, in seconds.
+
+        The more tokens a pass has, the more experts it uses. Their choices are assumed to be independent.
+        """
+        absent_bytes = self.expert_bytes - self.kept_expert_bytes
+        if absent_bytes <= 0:
+            return self.seconds_per_pass
+        unused = 1 - min(1.0, self.bytes_per_pass / absent_bytes)
+        return absent_bytes * (1 - unused**width) / self.disk_bytes_per_second
+
     @property
     def text(self) -> str:
         """User-facing clause that says how many bytes each pass reads, and how long that takes."""
+        if self.expert_bytes:
+            return (
+                f"by estimate, {format_bytes(self.bytes_per_pass)} of experts are read from disk for every"
+                f" token, which takes about {self.seconds_per_pass:.2g} s at"
+                f" {self.disk_bytes_per_second / 1e9:.1f} GB/s"
+            )
         size = format_bytes(self.substitute_bytes)
         copies = f"; tokens are drafted with low-bit copies of these parts ({size})"
         return (
@@ -113,6 +136,15 @@ class Streaming:
             "disk_bytes_per_second": round(self.disk_bytes_per_second),
             "seconds_per_pass": round(self.seconds_per_pass, 3),
             "substitute_bytes": self.substitute_bytes,
+            **(
+                {
+                    "is_estimate": True,
+                    "expert_bytes": self.expert_bytes,
+                    "kept_expert_bytes": self.kept_expert_bytes,
+                }
+                if self.expert_bytes
+                else {}
+            ),
             **({"warning": self.warning} if self.warning else {}),
         }
 

@@ -12,7 +12,7 @@ from time import perf_counter as now
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.constants import CHECK_SECONDS, DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import SegmentStore
+from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.system.files import format_bytes
 from edgespec.system.heap import release_free_memory
 

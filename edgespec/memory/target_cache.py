@@ -17,7 +17,8 @@ from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import HeadState, PrefixCache, reusable_tokens
+from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
+from edgespec.memory.prefix_cache.store import reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
@@ -93,7 +94,7 @@ class TargetCache:
         return common_prefix_length(self._tokens, tokens)
 
     def sync_length(self) -> None:
-        """Forget tokens that are no longer in the target's KV cache. Call only between passes."""
+        """Discard the record of tokens that are no longer in the target's KV cache. Call between passes."""
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
@@ -304,8 +305,8 @@ def read_prompt(
     if target.facts.capabilities.prefix_reuse_exact:
         return target.prefill_prompt(tokens[target.length :], progress)
     # Run the last token in its own pass, because its logits are rounded differently in a pass over several
-    # tokens. Some heads and prepared models cannot get them from such a pass, but a reply must not depend on
-    # which of these are loaded.
+    # tokens. Some heads and prepared models cannot get the logits from such a pass, but a reply must not
+    # depend on which of these are loaded.
     _prefill(target, tokens[:-1], progress)
     return None
 
@@ -323,7 +324,7 @@ def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | 
 
 
 def _pass_ends(tokens: Sequence[int], begin: int, block: int) -> Iterator[int]:
-    """Yield the end of each pass over the tokens from `begin` on, given the model's block size."""
+    """Yield the end of each pass over the tokens from position `begin`, given the model's block size."""
     if block > 1 and begin < len(tokens):
         # Count blocks from the end of the last image, as in `reusable_tokens`.
         block_start = end_of_images(tokens[:begin])

@@ -76,7 +76,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply to the prompt `tokens`, reusing work on any prefix shared with the last sequence."""
+        """Begin a reply to the prompt `tokens`, reusing work for any prefix shared with the last sequence."""
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:

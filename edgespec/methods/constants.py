@@ -190,8 +190,8 @@ MIN_TRAINED_AGREEMENT = 0.6
 # short.
 AGREEMENT_TOKENS = 96
 # A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from the best
-# case on any machine, because it also decides whether to make a copy, before anything can be measured: even
-# if checking a drafted token took no time, and `MAX_ASSUMED_RATE` of the tokens were accepted, drafting with
-# a larger copy would be faster by less than 5 %. `auto` decides by measured times whether to draft with a
-# copy.
+# case on any machine, because the limit also decides whether to make a copy before anything can be measured:
+# even if checking drafted tokens took no time, and the share `MAX_ASSUMED_RATE` of them were accepted,
+# drafting with a larger copy would be less than 5 % faster. `auto` decides by measured times whether to draft
+# with a copy.
 MAX_COPY_SHARE = (1.0 + MAX_ASSUMED_RATE) / 1.05 - 1.0

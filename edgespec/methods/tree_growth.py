@@ -38,7 +38,7 @@ DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 class Children(NamedTuple):
-    """How many children to draft for a tree node, and how many of them get children themselves.
+    """How many children to draft for a tree node, and how many of them are expanded in turn.
 
     Both numbers are chosen before any token is sampled, because dropping a sampled token would bias rejection
     sampling.
@@ -182,8 +182,8 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return self._draft_pass_seconds.value / self._target_step_seconds.value
 
     def begin_round(self, draft_length: int) -> bool:
-        # Compute costs only for the widths needed, because on small models computing all of them takes longer
-        # than drafting. A chain has at most `draft_length` tokens after the root.
+        # Compute costs only for the widths needed, because on small models, computing all of them takes
+        # longer than drafting. A chain has at most `draft_length` tokens after the root.
         widths = draft_length + 2 if self.drafts_chains else self._max_width
         costs = np.array([self._v(width) for width in range(1, min(widths, self._max_width) + 1)])
         self._round = _Round(draft_length, self.draft_pass_cost, costs, self._clock(), self._is_forced)

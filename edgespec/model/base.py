@@ -481,7 +481,7 @@ class Head:
 
     @property
     def shown_path(self) -> Path:
-        """The head's path to show to users. Use only for heads that are not in the target's own files."""
+        """The head's path as shown to users. Use only for heads that are not in the target's own files."""
         path = self.converted_from or self.path
         assert path is not None
         return path

@@ -221,10 +221,6 @@ class BaseModel(ABC):
             if not view.closed:
                 view.resized()
 
-    def check_open(self) -> None:
-        """Raise ClosedError if the model is closed."""
-        self._check(0)
-
     def _check(self, more: int) -> None:
         """Raise ClosedError if the model is closed, or ContextFullError if `more` tokens do not fit."""
         if self._closed:
@@ -235,20 +231,17 @@ class BaseModel(ABC):
 M = TypeVar("M", bound=BaseModel)
 
 
-class SelfDraftView(ABC, Generic[M]):
+class SelfDraftView(BaseModel, Generic[M]):
     """A draft model that shares its target's KV cache, as returned by `LanguageModel.self_draft`.
 
     All tokens are in the target's cache, so most calls do nothing. Subclasses implement `verify`, and extend
     `interrupt` and `close` if they own a context.
     """
 
-    facts: ModelFacts
-    vocabulary: Vocabulary
     _interrupted = False
 
     def __init__(self, target: M) -> None:
         self._target = target
-        self._closed = False
 
     @property
     def closed(self) -> bool:
@@ -266,42 +259,17 @@ class SelfDraftView(ABC, Generic[M]):
     def threads(self) -> int:
         return self._target.threads
 
-    @property
-    def max_threads(self) -> int:
-        return 0
-
-    def set_max_threads(self, threads: int) -> None:
-        pass
-
-    def fix_threads(self, fixed: bool) -> None:
-        pass
-
-    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
-        pass
-
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
-        raise CapabilityError(
-            f"{self.facts.name} is a view of the target and has no adapters of its own",
-            "call `set_adapter_scales` on the target",
-        )
+        raise self._unsupported("change adapters", "set_adapter_scales")
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         self._check()
 
-    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self.prefill(tokens[:-1], progress)
-
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
-        raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and cannot compute embeddings",
-            "call `embed` on the target",
-        )
+        raise self._unsupported("compute embeddings", "embed")
 
     def prepare_image(self, image: Image) -> PreparedImage:  # noqa: ARG002
-        raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and cannot prepare images",
-            "call `prepare_image` on the target",
-        )
+        raise self._unsupported("prepare images", "prepare_image")
 
     @abstractmethod
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
@@ -314,18 +282,7 @@ class SelfDraftView(ABC, Generic[M]):
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and cannot remove tokens",
-            "call `remove_range` on the target",
-        )
-
-    def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
-        self._check()
-        return False
-
-    def run_first_layers(self, enabled: bool) -> bool:  # noqa: ARG002
-        self.truncate(0)
-        return False
+        raise self._unsupported("remove tokens", "remove_range")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         """Return an empty snapshot, because a self-draft model has no KV cache of its own."""
@@ -333,30 +290,21 @@ class SelfDraftView(ABC, Generic[M]):
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and cannot restore a snapshot",
-            "call `restore` on the target",
-        )
+        raise self._unsupported("restore a snapshot", "restore")
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and cannot be resized",
-            "call `resize` on the target",
-        )
+        raise self._unsupported("be resized", "resize")
 
-    def _unsupported(self, what: str, next_step: str) -> CapabilityError:
+    def _unsupported(self, what: str, method: str) -> CapabilityError:
         self._check()
-        return CapabilityError(what, next_step)
+        return CapabilityError(
+            f"{self.facts.name} uses the KV cache of the target and cannot {what}",
+            f"call `{method}` on the target",
+        )
 
     def resized(self) -> None:
         """Update `facts` with the target's current context size."""
         self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
-
-    def run_ahead(self, enabled: bool) -> None:
-        pass
-
-    def pipeline_with(self, draft: LanguageModel | None) -> None:
-        pass
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
         raise CapabilityError(
@@ -374,10 +322,10 @@ class SelfDraftView(ABC, Generic[M]):
     def close(self) -> None:
         self._closed = True
 
-    def _check(self) -> None:
+    def _check(self, more: int = 0) -> None:
         if self._closed:
             raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
-        self._target.check_open()
+        self._target._check(more)
 
 
 def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:

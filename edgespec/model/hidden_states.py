@@ -54,7 +54,7 @@ class HiddenStateLog:
 
     def __init__(self, row_size: int, max_tokens: int = MAX_LOGGED_TOKENS) -> None:
         self.start = self.end = 0
-        # A ring buffer. The operating system commits its memory page by page as it fills.
+        # A ring buffer. The operating system allocates its memory page by page as it fills up.
         self._rows: NDArray[np.float32] = np.empty((max_tokens, row_size), np.float32)
 
     @property
@@ -64,7 +64,8 @@ class HiddenStateLog:
     def append(self, position: int, rows: NDArray[Any]) -> None:
         """Append the hidden states [tokens, row size] of consecutive tokens, starting at `position`.
 
-        Buffered tokens from `position` on are dropped first. If there is a gap between the last buffered
+        Any buffered tokens at or after `position` are dropped first. If there is a gap between the last
+        buffered
         token and `position`, all buffered tokens are dropped.
         """
         if not self.start <= position <= self.end:
@@ -127,7 +128,7 @@ class OpenLogs:
             log.append(position, rows[:, columns].reshape(len(rows), len(columns) * rows.shape[2]))
 
     def truncate(self, length: int) -> None:
-        """Discard the hidden states from position `length` on."""
+        """Discard the hidden states at and after position `length`."""
         for log, _ in self._logs:
             log.truncate(length)
 
@@ -164,7 +165,7 @@ class HiddenStateSource(LanguageModel, Protocol):
     """A target that keeps the hidden states of its committed tokens for heads."""
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """Start logging the hidden states of all tokens committed from now on, including prompts.
+        """Start logging the hidden states of all subsequently committed tokens, including prompts.
 
         Several logs can be open at once. Logging does not change the model's logits.
 

@@ -1,4 +1,4 @@
-"""Token ids that stand for images in prompts. They are larger than any id in any vocabulary."""
+"""Token ids that represent images in prompts. They are larger than any id in any vocabulary."""
 
 from __future__ import annotations
 

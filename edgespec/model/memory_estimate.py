@@ -21,6 +21,7 @@ __all__ = [
     "MEMORY",
     "MODEL_MEMORY_KINDS",
     "THIS_MACHINE",
+    "ExpertReads",
     "ExpertShares",
     "MachineShare",
     "MemoryEstimate",
@@ -111,6 +112,21 @@ class MachineShare:
     def total_bytes(self) -> int:
         """Total memory that the target needs on this machine, in bytes."""
         return self.weight_bytes + self.cache_bytes + self.compute_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReads:
+    """An estimate of what a pass reads from disk if it reads only the experts that it uses.
+
+    Attributes:
+        all_bytes: Size of all experts.
+        kept_bytes: Size of the experts that are in memory when a layer needs others.
+        layer_bytes: Number of bytes that a pass over one token reads, keyed by layer.
+    """
+
+    all_bytes: int
+    kept_bytes: int
+    layer_bytes: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +222,9 @@ class MemoryEstimator(Protocol):
     def streamed_bytes(self, options: LoadOptions) -> Mapping[int, int]:
         """Return the bytes that each pass reads from disk with these options, keyed by streamed layer."""
 
+    def expert_reads(self, options: LoadOptions) -> ExpertReads | None:
+        """Return an estimate of what is read if only experts are streamed, or None if whole layers are."""
+
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.
 
@@ -290,7 +309,7 @@ def check_draft_width(width: int, max_width: int) -> None:
 def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
-    """Return the error to raise for a KV cache of `wanted_bytes` that does not fit in memory.
+    """Return the error to raise if a KV cache of `wanted_bytes` does not fit in memory.
 
     The message suggests the largest context that fits, unless `fitting_tokens` is 0.
     """

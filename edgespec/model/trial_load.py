@@ -179,8 +179,8 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                     if outcome == _PASSED:
                         _remember(key, _Result(False))
                     elif outcome:
-                        # Save only rejections for which a reason is given. Others may have a temporary cause,
-                        # such as low memory.
+                        # Save only rejections that state a reason. Others may have a temporary cause, such as
+                        # low memory.
                         if reason := outcome.removeprefix(_REFUSED):
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))

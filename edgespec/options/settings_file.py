@@ -41,7 +41,8 @@ KeyPath: TypeAlias = tuple[str, ...]
 """The keys of a value, outermost first, such as `("temperature",)` or `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
 _MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
-# Matches the place at the end of `tomllib`'s messages. Before Python 3.14, its errors have no fields for it.
+# Matches the position at the end of `tomllib`'s messages. Before Python 3.14, its errors have no fields for
+# it.
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
@@ -176,7 +177,7 @@ def quoted(text: str) -> str:
 
 
 def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str) -> ConfigurationError:
-    """Return the error for an invalid value in a settings file, naming the file and line.
+    """Return the error for an invalid value in a settings file, with the file and line number.
 
     Args:
         file: The settings file.

@@ -240,7 +240,7 @@ def _too_large() -> ApiError:
 
 
 async def _unless_disconnected(work: Any, receive: Receive) -> None:
-    """Await `work`, but cancel it when the client disconnects."""
+    """Await `work`, but cancel it if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:

@@ -151,8 +151,8 @@ class Generation:
     async def start(self) -> None:
         """Queue the requests. Raises the same errors as `RequestQueue.stream_messages`.
 
-        Runs in a thread of its own, because checking a constraint such as a JSON schema can take many
-        seconds. asyncio has only a few threads, and all requests need them.
+        Runs in a separate thread, because checking a constraint such as a JSON schema can take many seconds.
+        asyncio has only a few threads, and all requests need them.
         """
         submitted: Future[None] = Future()
         # Mark the future as running, so that it is not cancelled together with the request.

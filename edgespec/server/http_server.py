@@ -181,7 +181,7 @@ class _TimedProtocol(H11Protocol):
     suspended program never does.
 
     Programs such as `nc -N` and some libraries close their side of the connection after the request
-    (`shutdown(SHUT_WR)`) and still read the response. On the wire, that looks the same as a client that has
+    (`shutdown(SHUT_WR)`) and still read the response. On the wire, this looks the same as a client that has
     gone away, whose reply must be cancelled. The two can only be told apart by sending data, because a client
     that has gone away then resets the connection. The server therefore sends the interim response `100
     Continue`, which clients skip.
@@ -255,7 +255,7 @@ class _TimedProtocol(H11Protocol):
         self._check_stall_later()
 
     def resume_writing(self) -> None:
-        # The rest can stall too, but while the connection is open, uvicorn may add to it.
+        # The rest can stall too, but uvicorn may add to it while the connection is open.
         if not self.transport.is_closing():
             self._stop_stall_check()
         super().resume_writing()

@@ -78,7 +78,7 @@ _MISSPELT_SIMILARITY = 0.7
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """The model on this machine to which a request's model name refers.
+    """The model on this machine that a request's model name refers to.
 
     Attributes:
         name: The name to report in the reply: the one in the request, or that of the server's own model if
@@ -203,8 +203,8 @@ class ModelPool:
         path = Path(self._target).expanduser().absolute()
         # All model names, keyed by lower-case name, and the time at which they were read (`time.monotonic`).
         self._names, self._names_seconds = dict[str, str](), -math.inf
-        # Clients may also use the path that the user passed, or the file name shown in the log (without its
-        # suffix).
+        # Clients may also use the path that the user passed, or the file name shown in the log, without its
+        # suffix.
         self._path_names = (path.stem, str(path)) if _is_path(self._target) else ()
         # The loaded or loading models, keyed by the files of the model and its adapters.
         self._entries: dict[tuple[Path, ...], _Entry] = {}

@@ -333,7 +333,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # MLX stores a 16-bit scale and a 16-bit bias for every 64 weights, which adds half a bit per weight.
+        # For every 64 weights, MLX stores a 16-bit scale and a 16-bit bias, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         # mlx-lm drops the MTP layers when it converts a model.

@@ -161,7 +161,7 @@ HEAD = RepositoryContent(choose_head_files, missing_from_head)
 
 
 def list_repository(repository: str) -> tuple[str, list[HubFile]]:
-    """Return a repository's latest commit and the files in it."""
+    """Return a repository's latest commit and its files."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, files_metadata=True)
@@ -232,9 +232,9 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # Other programs take the same lock, so only one of them downloads the file at a time.
+    # Other programs take the same lock, so only one program downloads the file at a time.
     with _file_lock(lock, blob, report):
-        # Where links are not possible, the pointer is the file itself, and there is no blob.
+        # If links are not possible, the pointer is the file itself, and there is no blob.
         if not pointer.exists():
             if not blob.exists():
                 partial_file = blob.with_name(f"{etag}.edgespec")
@@ -250,7 +250,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
 
 @contextmanager
 def _file_lock(path: Path, blob: Path, report: Callable[[int], None]) -> Iterator[None]:
-    """Hold the lock of a file, waiting for another program as long as it makes progress in downloading it.
+    """Hold the lock of a file, waiting for as long as another program makes progress in downloading the file.
 
     Raises `filelock.Timeout` if the other program has made no progress for `_LOCK_SECONDS`.
     """

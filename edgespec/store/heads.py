@@ -56,8 +56,8 @@ HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
 # Maximum number of entries to read in a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
-# Places where heads are found, most preferred first. A head next to the model takes precedence over one from
-# the catalogue, because the user probably put it there on purpose.
+# Where a head can be found, most preferred first. A head next to the model takes precedence over one from the
+# catalogue, because the user probably put it there on purpose.
 _SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
 
 

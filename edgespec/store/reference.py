@@ -161,7 +161,7 @@ def resolve_with(
 
 
 def follow_aliases(typed: str) -> Reference:
-    """Parse a reference. If it is a user alias, return the reference that the alias stands for."""
+    """Parse a reference. If it is a user alias, return the reference that the alias refers to."""
     text, seen = typed, [typed.lower()]
     while True:
         reference = parse_reference(text)

@@ -1,7 +1,7 @@
 """Read the metadata of a model that is not on this machine, downloading only its file headers.
 
-The headers are written to sparse files of the original size, which take up almost no disk space. To code that
-reads only metadata, they look like the real files.
+The headers are written to sparse files of the original size, which take up almost no disk space. Code that
+reads only metadata cannot tell them apart from the real files.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class StoredModel:
 
 def find_child(folder: Path, name: str) -> Path | None:
     """Return the entry named `name` in a folder, preferring an exact match over one that differs in case."""
-    # Names come from requests, so they must not lead out of the folder. On Windows, `C:x` does as well.
+    # Names come from requests, so they must not refer to anything outside the folder. On Windows, even `C:x`
+    # does.
     if name in ("", ".") or Path(name).anchor or ".." in Path(name).parts:
         return None
     try:

@@ -197,7 +197,7 @@ def network_drive(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 
 def largest_file(files: Sequence[Path]) -> Path:
-    """Return the largest of a model's files, with which to measure its disk. Raises OSError.
+    """Return the largest of a model's files, for measuring its disk. Raises OSError.
 
     Measuring with a small file is unreliable, and the first of a model's files may contain only the metadata.
     """
@@ -224,7 +224,7 @@ def read_bytes_per_second(path: Path) -> float:
             for i in range(first, parts, PARALLEL_READS):
                 # Keep consecutive reads far apart, so that the disk's own cache does not serve them.
                 offset = i * 7919 % parts * READ_BYTES
-                # Where the page cache cannot be bypassed, it would otherwise be measured instead of the disk.
+                # If the page cache cannot be bypassed, it would otherwise be measured instead of the disk.
                 drop_cached(file, offset, READ_BYTES)
                 done += os.preadv(file, [buffer], offset)
                 drop_cached(file, offset, READ_BYTES)

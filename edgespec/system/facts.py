@@ -65,7 +65,8 @@ class _DamagedError(Exception):
 class Facts:
     """A persistent key-value store of JSON facts, grouped by kind.
 
-    Problems with the file never make `get` or `put` raise an error or wait long. A damaged file is replaced.
+    Problems with the file never make `get` or `put` raise an error or block for long. A damaged file is
+    replaced.
     If the file cannot be written, new facts are kept in memory. Each fact has a checksum, so that damaged
     facts are not used.
 

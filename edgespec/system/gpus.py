@@ -100,7 +100,7 @@ def _product(root: Path, vendor: int, device: int) -> str:
     for file in _PRODUCTS:
         with suppress(OSError):
             text = (root / file).read_text("utf-8", "replace")
-            # The products of a vendor follow the vendor's line, each after a tab.
+            # The products of a vendor are listed after the vendor's line, each indented by a tab.
             products = re.search(rf"^{vendor:04x}  .*\n((?:[\t#].*\n)*)", text, re.MULTILINE)
             name = re.search(rf"^\t{device:04x}  (.+)", products[1], re.MULTILINE) if products else None
             if name:

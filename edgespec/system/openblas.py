@@ -24,7 +24,7 @@ def load_openblas() -> None:
     if sys.platform != "linux" or "mlx.core" in sys.modules or _loaded:
         return
     try:
-        # The dynamic linker looks up the functions of a library loaded later among these first.
+        # The dynamic linker searches this library before libraries that are loaded later.
         _loaded.append(ctypes.CDLL(_LIBRARY, mode=ctypes.RTLD_GLOBAL))
     except OSError:
         return

@@ -28,7 +28,7 @@ def ensure_utf8_locale() -> None:
     """Restart the program in Python's UTF-8 mode if the locale's encoding is ASCII.
 
     File names and terminal input are UTF-8 even with such a locale, but Python would treat every non-ASCII
-    byte in a file name or argument as invalid. Python chooses the encoding at startup, so it cannot be
+    byte in a file name or argument as invalid. Python selects the encoding at startup, so it cannot be
     changed later.
     """
     if (

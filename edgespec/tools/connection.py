@@ -26,8 +26,8 @@ __all__ = ["ServerConnection", "Toolbox"]
 # Timeout in seconds for starting a server and listing its tools. It is long because `npx` and similar
 # programs may download the server first.
 _START_SECONDS = 60.0
-# Timeout in seconds for stopping a server. The transport itself gives up earlier, unless the machine is very
-# busy.
+# Timeout in seconds for stopping a server. The transport itself stops waiting earlier, unless the machine is
+# very busy.
 _STOP_SECONDS = 10.0
 # Seconds to wait for the transport to report why a connection was lost.
 _REASON_SECONDS = 2.0
@@ -155,7 +155,7 @@ class ServerConnection:
             page = await client.list_tools(cursor=cursor)
             listed += page.tools
             cursor = page.next_cursor
-            # Ignore further pages, because a buggy server could send pages forever.
+            # Ignore further pages, because a faulty server could send pages forever.
             if not cursor or len(listed) > MAX_TOOLS:
                 return accepted_tools(self.config.name, listed)
 

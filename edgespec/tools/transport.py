@@ -178,8 +178,8 @@ async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any
         assert process.stdin is not None
         async with sent_reader:
             async for each in sent_reader:
-                # Do not reset the limit when answering the server's requests, or the server could send any
-                # number of them.
+                # Do not reset the limit when answering the server's requests. Otherwise, the server could
+                # send any number of them.
                 if isinstance(each.message, types.JSONRPCRequest):
                     allowance.reset()
                 text = each.message.model_dump_json(by_alias=True, exclude_unset=True)

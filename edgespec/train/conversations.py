@@ -29,8 +29,8 @@ __all__ = [
 
 # Maximum number of tokens per training step. Larger batches need more memory for the target's logits.
 BATCH_TOKENS = 1_536
-# With few conversations, batches are made smaller, so that there are about 1,500 steps, but not below 256
-# tokens, which is about one conversation.
+# With few conversations, batches are made smaller to get about 1,500 steps, but no smaller than 256 tokens,
+# which is about one conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
 # Number of epochs. With more, heads overfit and become worse on other text.
 PASSES = 3
@@ -70,7 +70,7 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
             stored_tokens = file["tokens"]
             if stored_tokens.ndim != 1 or stored_tokens.dtype != np.int32:
                 raise ValueError("the tokens are not a list of whole numbers")
-            # MLX does not check token ids, and would read beyond the embedding table.
+            # MLX does not check token ids, and would read past the end of the embedding table.
             if stored_tokens.size and not 0 <= stored_tokens.min() <= stored_tokens.max() < vocab_size:
                 raise ValueError(f"a token id is outside the vocabulary of {vocab_size:,} tokens")
             texts = np.split(stored_tokens, file["ends"])[:-1]

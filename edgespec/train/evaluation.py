@@ -20,7 +20,7 @@ __all__ = ["BRANCHES", "DEPTH", "DrafterFigures", "measure_drafter"]
 
 # Draft length during evaluation, in tokens.
 DEPTH = 4
-# Number of alternatives per token at each depth of the draft trees during evaluation. Deeper tokens have no
+# Number of alternatives per token at each depth of the draft trees used in evaluation. Deeper tokens have no
 # alternatives. This is the example in the help of `--draft-branches`, with 21 tokens per tree.
 BRANCHES = (3, 2)
 

@@ -139,7 +139,7 @@ class TrainingFolder:
             "lora": "--lora",
             "writer": "GGUF file",
         }
-        # Runs that earlier versions started have no writer. Their text came from another form of the same
+        # Runs that earlier versions started have no writer. Their text came from another version of the same
         # model, and is just as good.
         found = {"writer": settings.writer, **found}
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
@@ -296,7 +296,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
     """Raise ValueError if the value is NaN or out of range for drafts of `DEPTH` tokens."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
-        raise ValueError(f"the saved value of {tokens_per_pass} tokens per pass is not possible")
+        raise ValueError(f"the saved value of {tokens_per_pass} tokens per pass is invalid")
 
 
 def _costs(found: dict[str, Any]) -> TrainingCosts:

@@ -26,9 +26,9 @@ __all__ = ["RemainingWork", "TrainingCosts", "TrainingEstimate", "measure_costs"
 # estimate does not take minutes.
 _TRIAL_TOKENS = (2, 24)
 _LONG_WRITE_SECONDS = 5.0
-# Number of conversations in each trial step, and their length in tokens. The last two steps separate the
-# fixed time of a step from its time per token. Slow machines run only the first two sizes, because a step
-# cannot be interrupted.
+# Number of conversations in each trial step, and their length in tokens. The last two steps are used to
+# separate a step's fixed time from its time per token. Slow machines run only the first two sizes, because a
+# step cannot be interrupted.
 _TRIAL_CONVERSATIONS = (1, 3, 12, 32)
 _CONVERSATION_TOKENS = 32
 _LONG_STEP_SECONDS = 1.0

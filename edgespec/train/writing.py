@@ -17,7 +17,7 @@ from edgespec.chat.saved_chat import read_chat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ChatFileError, EdgespecError, OptionError, TemplateError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.methods.auto.drafter_stats import text_kind
 from edgespec.model.base import Progress
 from edgespec.model.drafter_training import Writer

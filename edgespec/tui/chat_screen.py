@@ -40,7 +40,7 @@ __all__ = ["ChatScreen"]
 
 # Pressing Ctrl+C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
-# Seconds before the user is told that files are still being read.
+# Seconds to wait before telling the user that files are still being read.
 _NOTICE_SECONDS = 0.5
 
 
@@ -147,7 +147,7 @@ class ChatScreen(TurnScreen):
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
             if text == self._refused:
-                # The transcript does not add the same note twice, so also show a short message.
+                # The transcript ignores a repeated note, so show a short message as well.
                 self.say(refusal)
             self._refused = text
             if self.give_back(text):

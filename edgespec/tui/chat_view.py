@@ -183,7 +183,7 @@ class ChatView(Screen[None]):
         return drafting_explanation(self.runtime) if is_needed else ""
 
     def mark_explained(self) -> None:
-        """If this chat shows the explanation of drafting, save that later chats need not show it."""
+        """If this chat shows the explanation of drafting, record that later chats need not show it."""
         if self.explanation:
             self.preferences.knows_drafting = True
             self.post_message(self.PreferencesChanged())
@@ -260,7 +260,7 @@ class ChatView(Screen[None]):
             (self._models, Content.assemble(("edgespec", "bold"), "  ", (models, "$muted"))),
             (self._title, Content(self.current_chat.shown_title)),
         ):
-            # Each update of a `Static` lays out the whole screen again, so skip needless ones.
+            # Each update of a `Static` lays out the whole screen again, so skip unnecessary ones.
             if line.content != content:
                 line.update(content)
         self._refresh_hints()
@@ -367,7 +367,7 @@ class ChatView(Screen[None]):
         self.call_later(self.show_panels, set() if now == "-narrow" else wanted)
 
     async def show_panels(self, panels: set[str]) -> None:
-        """Show the named panels beside the conversation, or instead of it in a narrow terminal."""
+        """Show the named panels next to the conversation, or in its place in a narrow terminal."""
         self._panels = panels
         await self.refresh_sidebar()
         self.sidebar.display = "sidebar" in panels

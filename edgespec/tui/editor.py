@@ -81,7 +81,7 @@ def _edited(app: App[None], text: str) -> str:
 
 
 def _advice() -> str:
-    """Return advice for when an editor fails, naming an installed editor if there is one."""
+    """Return advice for when an editor fails, mentioning an installed editor if there is one."""
     installed = next((name for name in (*_COMMON_EDITORS, *_OTHER_EDITORS) if shutil.which(name)), "")
     example = f", such as {installed}" if installed else ""
     return f"Set the environment variable EDITOR to an editor on this machine{example}"

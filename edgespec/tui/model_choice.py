@@ -1,4 +1,4 @@
-"""The models and load options of a chat: what saved chats use, and what another model keeps of them."""
+"""The models and load options of a chat: what a saved chat uses, and what carries over to another model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "saved_options",
 ]
 
-# Draft models and heads belong to one model, so only the choice to use none is kept for another model.
+# Draft models and heads belong to one model, so only the choice to use none carries over to another model.
 _DRAFTERS = ("draft", "head")
 # The load options that a saved chat keeps. `/set method` adds `methods` if the method is not loaded yet.
 _SAVED: Mapping[str, Option] = {**ALL_LOAD_SETTINGS, "methods": LOAD_OPTIONS["methods"]}
@@ -239,7 +239,7 @@ def _is_here(reference: str) -> bool:
 
 
 def kept_options(changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changed load options that can also apply to another model."""
+    """Return the changed load options that also apply to other models."""
     kept = {
         name: value
         for name, value in load_arguments_for_another_model(changed).items()
@@ -253,8 +253,8 @@ def plan_kept(
 ) -> tuple[Preview, dict[str, Any]]:
     """Plan another model with the load options that the user has changed in the chat.
 
-    Options that do not suit the model are left out: those that it does not support, and a context that it was
-    not trained for or that does not fit in memory.
+    Leave out options that the model does not support, and a context that it was not trained for or that does
+    not fit in memory.
 
     Args:
         plan: Plans the model.

@@ -94,7 +94,7 @@ class RunningTurn:
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The conversation to send to the model. It ends with a message to answer or a reply to continue."""
+        """The conversation to send to the model. It ends with the message to answer or reply to continue."""
         continued = () if self.continued is None else (self.tree.messages[self.continued].message,)
         return (*(entry.message for entry in self.tree.open_messages), *continued)
 

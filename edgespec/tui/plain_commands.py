@@ -256,7 +256,7 @@ def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
 def _switch_model(
     chat: PlainChat, reference: str, changed: Mapping[str, Any] | None = None, *, is_other: bool = True
 ) -> None:
-    """Load another model. If that fails or the user stops it, reload the old model.
+    """Load another model. If loading fails or the user stops it, reload the old model.
 
     Args:
         chat: The chat.

@@ -329,7 +329,7 @@ async def _switch(screen: TurnScreen, reference: str) -> None:
 
 
 async def _import(screen: TurnScreen, path: str) -> None:
-    # An import can take minutes, and the screen is drawn meanwhile.
+    # Use a thread, because an import can take minutes and must not block the screen.
     screen.say(f"Importing the chats in {Path(path).name}…")
     hint = "Press F2 for the list of chats."
     await _show(screen, await asyncio.to_thread(import_file, screen.archive, path, hint))

@@ -135,7 +135,7 @@ def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> dict[
 
 
 def remove_unsupported_method(runtime: ChatModel, *chat_settings: dict[str, Setting]) -> str:
-    """Remove the setting `method` where the model does not support its value. Return why, or ""."""
+    """Remove the setting `method` if the model does not support its value. Return why, or ""."""
     why = ""
     for settings in chat_settings:
         try:
@@ -171,7 +171,7 @@ def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[
 
 
 def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
-    """Return a load option's changed value as text for `with_load_setting`, or empty if unchanged."""
+    """Return a load option's changed value as text for `with_load_setting`. Empty if it is unchanged."""
     if name not in changed:
         return ""
     value = changed[name]

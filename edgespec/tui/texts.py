@@ -64,7 +64,7 @@ __all__ = [
     "worst_case",
 ]
 
-# Models that a first chat can open with, each with a remark and the kind of model to suggest instead.
+# Models that a first chat can open with, each with a remark and the kind of model to suggest in its place.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
@@ -89,7 +89,7 @@ _MIN_SPEED_UP = 1.05
 # Minimum reply length in tokens for showing a speed-up. This value was chosen because shorter replies have
 # too few passes to tell whether drafting saved time.
 _MIN_TOKENS = 20
-# Replies with a lower speed-up are shown as slower. From about this value, the factor rounds to 1.0 or more.
+# Replies with a lower speed-up are shown as slower. Factors above this value round to at least 1.0.
 _SAME_SPEED = 0.95
 # Matches a command line option in text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
@@ -217,7 +217,7 @@ def is_too_short(stats: Stats | None) -> bool:
 
 
 def speed_up_text(method: MethodReport, stats: Stats | None = None) -> str:
-    """Describe drafting to the user: whether it is on, where draft tokens come from, and the speed-up.
+    """Describe drafting to the user: whether it is on, the source of the draft tokens, and the speed-up.
 
     Args:
         method: The method report of a reply, or of the next one.
@@ -305,7 +305,7 @@ def limits_speed(exactness: Exactness) -> bool:
 
 
 def welcome_line(runtime: ChatModel) -> str:
-    """Return the first line of a chat: the model, its context and where the speed-up comes from."""
+    """Return the first line of a chat: the model, its context and the source of the speed-up."""
     method = runtime.method
     in_use = method.effective.split("+")
     with_model = [each.name for each in methods() if each.runs_model and each.name in in_use]
@@ -412,7 +412,7 @@ def switched_note(
 
 
 def sharing_note(runtime: ChatModel) -> str:
-    """Return a note naming the program whose model the chat shares, or an empty string if there is none."""
+    """Return a note naming the program that shares its model with the chat. Empty if there is none."""
     from edgespec.api.sharing.client import host_of
 
     host = host_of(runtime)
@@ -652,7 +652,7 @@ def missing_files_text(wanted: ModelReferences, here: ModelReferences) -> str:
 
 
 def not_found_text(wanted: str) -> str:
-    """Return a note that a chat to resume was not found. `wanted` is its ID, its title or `last`."""
+    """Return a note that the chat to resume was not found. `wanted` is its ID, its title or `last`."""
     missing = "There are no saved chats yet" if wanted == "last" else f"There is no saved chat {wanted!r}"
     return f"{missing}, so this is a new chat"
 
@@ -671,7 +671,7 @@ def sentences(*texts: str) -> str:
 def in_chat(text: str) -> str:
     """Replace command line options and commands in `text` with the chat's slash commands.
 
-    The chat shows these texts as they are, so the backticks around code are removed.
+    The chat shows these texts without formatting, so the backticks around code are removed.
     """
     return _CODE.sub(r"\1", _with_commands(text))
 

@@ -98,7 +98,8 @@ class KeyOrder:
     Owned by the app, and used only in its event loop.
 
     Textual sends a key to the widget that has the focus at that moment. A key that moves the focus or opens a
-    dialog does so a little later. Without this class, a fast typist's next keys would reach the wrong widget.
+    dialog takes effect a little later. Without this class, a fast typist's next keys would reach the wrong
+    widget.
 
     Args:
         app: The app whose widgets handle the keys.

@@ -43,7 +43,7 @@ MAX_ROUNDS = 25
 """Maximum number of replies with tool calls after one user message."""
 
 # Maximum length of a tool's result in characters. For a model with a small context, the limit is one
-# character per token of context, which amounts to about a quarter of the context.
+# character per token of context, or about a quarter of the context.
 _MAX_RESULT_CHARACTERS = 32_000
 # Maximum length of a call's arguments in characters. The user must be able to read them before allowing the
 # call, and longer arguments take seconds to draw.

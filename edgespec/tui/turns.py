@@ -34,7 +34,7 @@ __all__ = ["TurnScreen"]
 _TICK_SECONDS = 1 / 25
 # Number of screen updates per update of the details panel. Updating it less often keeps its numbers readable.
 _TICKS_PER_DETAILS = 5
-# Maximum share of one CPU core's time to spend on drawing.
+# Maximum fraction of one CPU core's time to spend on drawing.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
@@ -62,11 +62,11 @@ class TurnScreen(ChatView):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # What to do once the running reply has stopped, in order.
+        # Actions to run once the running reply has stopped, in order.
         self._after_reply: list[Callable[[], Awaitable[None]]] = []
         # Messages that are sent once their files have been read.
         self.texts_being_read: list[str] = []
-        # The timers that make the deletions of chats final, keyed by chat ID.
+        # The timers after which deleted chats are permanently removed, keyed by chat ID.
         self.deletion_timers: dict[str, Timer] = {}
         self.tool_use = ToolUse(self, save=self.save, after_calls=self._after_calls)
 
@@ -83,7 +83,7 @@ class TurnScreen(ChatView):
         self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         await self._show_current_chat()
         if self.waiting.texts:
-            # The waiting messages were written for the other chat, so put them back into the input.
+            # The waiting messages were written for the previous chat, so put them back into the input.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
     async def use_runtime(self, runtime: ChatModel) -> None:
@@ -210,7 +210,7 @@ class TurnScreen(ChatView):
             await action()
 
     async def _act_after_reply(self) -> None:
-        """Do what waits for the end of the reply. If that starts another reply, stop it too if more waits."""
+        """Run the waiting actions after a reply. If one starts a reply and others remain, stop it too."""
         while self._after_reply and not self.writing:
             await self._after_reply.pop(0)()
         if self._after_reply:

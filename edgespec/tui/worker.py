@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 Load = Callable[["Progress"], "ChatModel"]
-# Takes a reference to a model and, optionally, the load options that the user has changed in the chat (None
-# when switching to another model) and those that another model keeps.
+# Takes a reference to a model. Optional arguments are the load options that the user has changed in the chat
+# (None when switching to another model), and those that carry over to another model.
 LoadOther = Callable[..., Load]
 # Takes a reference to a model and the load options to plan it with.
 PlanModel = Callable[[str, "Mapping[str, Any]"], "Preview"]
@@ -93,7 +93,7 @@ class ChatState(NamedTuple):
 
 
 class Switched(NamedTuple):
-    """The loaded model after switching, and the error if the requested model could not be loaded."""
+    """The model that is loaded after switching, and the error if the requested model could not be loaded."""
 
     runtime: ChatModel
     failure: Exception | None = None

@@ -12,8 +12,8 @@ log-probabilities and drafting methods that change with each request. Each of th
 the reply to the same request alone.
 
 Prints the server's memory, open files and threads after each round of hostile clients. The exit status is 1
-if the server crashes, hangs or fails because of a bug, if a reply is wrong, or if memory, files or threads
-grow.
+if the server crashes, hangs or fails because of a bug, if a reply is wrong, or if its memory use or its
+number of files or threads grows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ROUND, _CLIENTS = 500, 60
 # Seconds to wait before a measurement, so that the server can finish what the hostile clients started.
 _QUIET_SECONDS = 3.0
-# Maximum growth after the first third of the attack. Not 0, because allocators do not return all memory.
+# Maximum growth after the first third of the attack. Memory may grow a little, because allocators do not
+# return all of it.
 _MAX_GROWTH = Usage(48 * 2**20, 10, 10)
 
 
@@ -138,7 +139,7 @@ async def _attack(victim: Victim, record: Record, requests: int, seed: int, with
         if not victim.is_running():
             break
         usage, cache_bytes = victim.usage(), victim.prefix_cache_bytes()
-        # Prefix caches grow to a limit, and are empty after a model was loaded again.
+        # Prefix caches grow up to a limit, and are empty after a model has been reloaded.
         record.usage.append(usage._replace(memory_bytes=usage.memory_bytes - cache_bytes))
         print(
             f"{record.requests:6} requests  {usage.memory_bytes / 2**20:5.0f} MiB (peak {peak / 2**20:.0f},"

@@ -124,7 +124,7 @@ def plausible(draw: random.Random, canary: str) -> tuple[str, Body]:
 
 
 def long_prompt(path: str, canary: str) -> Body:
-    """Return a valid body with a long prompt, which the model takes long to process."""
+    """Return a valid body with a long prompt, which takes the model a long time to process."""
     return _BODIES[path](f"{canary} " + "list the files by size " * 300, 8)
 
 

@@ -174,7 +174,7 @@ async def half_open(client: Connection) -> None:
 
 
 async def stall(client: Connection) -> None:
-    """Send only a part of a request. The server must close the connection after a timeout."""
+    """Send only part of a request. The server must close the connection after a timeout."""
     data = _valid(client)
     await client.open()
     await client.send(data[: client.draw.randrange(len(data))])

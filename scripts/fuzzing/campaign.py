@@ -1,4 +1,4 @@
-"""Run the fuzz inputs of each subject in turn, and save the results so that a later run can resume."""
+"""Run the fuzz inputs of the subjects in alternation, and save the results so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GROWTH = "growth of memory"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A fuzz target. Its module defines `make(rng) -> Files` and `run(folder)`.
+    """A fuzz target, whose module defines `make(rng) -> Files` and `run(folder)`.
 
     `weight` is its relative number of inputs.
     """
@@ -59,7 +59,7 @@ class Results:
 
 
 class Campaign:
-    """All inputs generated from one seed. The folder holds `state.json` and one folder per kind of failure.
+    """All inputs generated from one seed. The folder has `state.json` and one folder per kind of failure.
 
     Args:
         folder: The results folder. If it contains a saved state, the campaign resumes from it.

@@ -35,7 +35,7 @@ class Limits:
     resident_bytes: int = 3 << 30
 
 
-# Importing a subject is no input: it has limits of its own, generous enough for a busy machine.
+# Importing a subject does not count as an input. Its limits are generous enough for a busy machine.
 _START = Limits(seconds=60.0)
 
 

@@ -26,7 +26,7 @@ Files = Mapping[str, bytes]
 """The files of one input: their contents by path."""
 
 PRODUCT = str(Path(edgespec.__file__).parent) + os.sep
-"""The package's folder, with a trailing separator, because a checkout can be called edgespec, too."""
+"""The package's folder, with a trailing separator, because a checkout can also be named edgespec."""
 
 
 def random_for(seed: int, subject: str, number: int) -> Random:

@@ -7,7 +7,7 @@
 
 `--carry` downloads the pinned packages and everything that is needed to build llama-cpp-python. Use the same
 operating system, processor type and Python version as on the GPU machine. `--wheels` installs the packages in
-build/check_gpu, and builds llama-cpp-python with support for the GPU. Later runs use this installation too.
+build/check_gpu, and builds llama-cpp-python with support for the GPU. Later runs reuse this installation.
 
 The checks are `doctor`, `gpu-tests` (the tests of scripts/test_gpu), `classes`, `verify` and
 `verify-layerskip` (temperatures 0 and 0.8), `parity` (tests), `bench`, and `plan-all`, `plan-half` and
@@ -55,7 +55,7 @@ for name in ("llama-cpp-python", "mlx", "mlx-lm", "numpy"):
 
 
 def main() -> int:
-    """Run the checks and write the report. Return 1 if a check failed or cannot run."""
+    """Run the checks and write the report. Return 1 if a check failed or could not run."""
     parser = argparse.ArgumentParser(
         prog="scripts/check_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -122,11 +122,11 @@ def carry(folder: Path) -> None:
 
 
 def run(args: argparse.Namespace, gpu: Gpu, steps: list[Step]) -> int:
-    """Install the packages if asked to, run the steps, and write the report after each of them."""
+    """Install the packages if requested, run the steps, and update the report after each step."""
     folder = args.results.absolute()
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    # Settings of the user must not affect the checks, and nothing may be downloaded.
+    # The user's settings must not affect the checks, and nothing may be downloaded.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGESPEC_")}
     for name in ("DATA", "CACHE", "CONFIG"):
         environment[f"EDGESPEC_{name}_DIR"] = str(folder / name.lower())
@@ -176,7 +176,7 @@ def _build_environment(gpu: Gpu) -> dict[str, str]:
 
 
 def _install(wheels: Path, environment: dict[str, str], folder: Path, python: Path) -> Result:
-    """Install the packages for `python` in its own virtual environment. Packages that are there are kept."""
+    """Install the packages for `python` in its own virtual environment. Installed packages are kept."""
     if not python.exists():
         try:
             venv.create(python.parents[1], with_pip=True)

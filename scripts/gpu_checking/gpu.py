@@ -78,7 +78,7 @@ def used_bytes() -> int:
 
 
 def parse_memory(output: str) -> int:
-    """Return the sum of the MiB in the output of nvidia-smi, one card a line, in bytes."""
+    """Return the total memory in bytes from nvidia-smi's output, which has one line in MiB per card."""
     lines = output.split("\n")
     if not all(re.fullmatch(r"\d+( MiB)?", line.strip()) for line in lines):
         raise CheckError(f"nvidia-smi does not report the used memory of this card: {output!r}")
@@ -86,7 +86,7 @@ def parse_memory(output: str) -> int:
 
 
 def parse_names(output: str) -> str:
-    """Describe the cards in the output of nvidia-smi, which has a name and a driver version on each line."""
+    """Describe the cards in nvidia-smi's output, which has a name and a driver version on each line."""
     rows = [line.rpartition(", ") for line in output.split("\n")]
     names = [name for name, _, _ in rows]
     counted = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]

@@ -20,7 +20,7 @@ from edgespec.model.formats.gguf_header import read_header
 from scripts.gpu_checking.gpu import used_bytes
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Tokens of the prompt. A device that takes longer than this for a short prompt gets only a short one.
+# Number of prompt tokens. If a device needs longer than this for a short prompt, it gets only a short one.
 _PROMPT_TOKENS, _SHORT_PROMPT_TOKENS, _FAST_SECONDS = 600, 100, 1.0
 _REPLY_TOKENS = 16
 _POLL_SECONDS = 0.02
@@ -93,7 +93,7 @@ def parse_vulkan_log(text: str) -> int:
 
 
 def memory_counter(kind: str) -> Callable[[], int]:
-    """Return a function that returns the memory in use: on the GPUs, or of this process without any."""
+    """Return a function that returns the memory in use on the GPUs or, without a GPU, by this process."""
     if kind == "cuda":
         return used_bytes
     if kind == "vulkan":
@@ -102,7 +102,7 @@ def memory_counter(kind: str) -> Callable[[], int]:
 
 
 def main() -> None:
-    """Measure the model that the command line names: TARGET DRAFT all|half|N cuda|vulkan|metal|cpu."""
+    """Measure the model given on the command line: TARGET DRAFT all|half|N cuda|vulkan|metal|cpu."""
     target, draft, share, kind = sys.argv[1:]
     used = memory_counter(kind)
     gpu_layers = layers_to_offload(target, share)

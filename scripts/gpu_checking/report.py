@@ -1,4 +1,4 @@
-"""Write the report as Markdown and JSON, and read it to run single checks again."""
+"""Write the report as Markdown and JSON, and read it to rerun individual checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["read_report", "to_markdown", "write_report"]
 
 
 def read_report(path: Path, machine: Mapping[str, str]) -> dict[str, Result]:
-    """Return the results in a JSON report by step, or nothing if there is no report.
+    """Return the results in a JSON report, keyed by step. Empty if there is no report.
 
     Raises:
         CheckError: The report is damaged, or it is from another machine, version or kind of run.

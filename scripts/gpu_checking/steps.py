@@ -1,4 +1,4 @@
-"""The checks: their commands, how they are run, and what the report says about their output."""
+"""The checks, their commands, and summaries of their output for the report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
 _LAST_LINES, _LINE_LENGTH = 20, 300
 _DEMO_METHODS = "model,model+suffix,suffix,ngram,lookahead,lowbit,auto"
 
-# Figures for the report, by name, and what is wrong with them. Empty if nothing is.
+# Figures for the report, keyed by name, and a description of what is wrong with them, or an empty string.
 Summary = tuple[dict[str, str], str]
 
 
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a step. `output` has the last lines of a step that did not pass."""
+    """The result of a step. `output` contains the last lines of a step that did not pass."""
 
     name: str
     status: str
@@ -193,7 +193,7 @@ def run_step(
 
 
 def _fill(text: str, outputs: list[str]) -> list[str]:
-    """Return a command's argument, or the option for the number of layers that the last command printed."""
+    """Return an argument of a command, inserting the number that the last command printed."""
     if text != "{gpu_layers}":
         return [text]
     layers = json.loads(outputs[-1])["gpu_layers"]
@@ -254,7 +254,7 @@ def summarise_verify(outputs: list[str]) -> Summary:
 
 
 def summarise_tests(outputs: list[str]) -> Summary:
-    """Return the last line of pytest's output. Skipped tests check nothing, so at least one must have run."""
+    """Return the last line of pytest's output, and an error if none passed. Skipped tests check nothing."""
     counts = outputs[-1].splitlines()[-1].strip("= ")
     return {"tests": counts}, "" if re.search(r"\b\d+ passed\b", counts) else f"no test passed ({counts})"
 
@@ -275,7 +275,7 @@ def _summarise_bench(outputs: list[str]) -> Summary:
 
 
 def summarise_plan(kind: str, outputs: list[str]) -> Summary:
-    """Compare the planned memory with the measured memory: that of the cards, with CUDA and Vulkan."""
+    """Compare planned with measured memory, which is that of the cards for CUDA and Vulkan."""
     measured, layers = (json.loads(outputs[0])[name] for name in ("measured_bytes", "gpu_layers"))
     planned = sum(
         item["bytes"]

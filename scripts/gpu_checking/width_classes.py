@@ -59,7 +59,7 @@ def _to_json(found: WidthClass) -> dict[str, Any]:
 
 
 def read_choice(path: Path, gpu_layers: int | None) -> str:
-    """Return what edgespec chooses for a model by default, as it tells users."""
+    """Return the load options that edgespec chooses for a model by default, as shown to users."""
     options: dict[str, Any] = {} if gpu_layers is None else {"gpu_layers": gpu_layers}
     if "gpu_layers" in backend_of(format_at(path).name).ignored_options:
         options = {}

@@ -85,7 +85,7 @@ def planned(cell: Cell) -> dict[str, Any]:
 def measured(cell: Cell) -> dict[str, Any]:
     """Load the model, fill its context, and return the increase in memory use in bytes.
 
-    If the load fails, return the error, and the increase in memory use after it and at the peak of planning.
+    If the load fails, return the error, and the increases in memory use after it and at the peak of planning.
     """
     with edgespec.load(
         cell.warm, "none", method="none", prefix_cache="none", context=_WARM_TOKENS

@@ -161,7 +161,7 @@ def _states(writer: gguf.GGUFWriter, sizes: Sizes) -> None:
 
 
 def _jamba(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """Yield Mamba and attention layers in turn. The attention is as wide as the embedding."""
+    """Yield alternating Mamba and attention layers. The attention is as wide as the embedding."""
     sizes = replace(sizes, heads=sizes.embedding // sizes.head)
     here = [sizes.heads_kv * (layer % 2) for layer in range(sizes.layers)]
     _heads(writer, sizes, here)
@@ -178,7 +178,7 @@ def _jamba(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
 
 
 def _lfm2(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """Yield short convolution and attention layers in turn. The attention is as wide as the embedding."""
+    """Yield alternating short-convolution and attention layers. The attention is as wide as the embedding."""
     sizes = replace(sizes, heads=sizes.embedding // sizes.head)
     here = [sizes.heads_kv * (layer % 2) for layer in range(sizes.layers)]
     _heads(writer, sizes, here)

@@ -20,7 +20,7 @@ GRID = (
     "ngram-simple:3:8,ngram-map-k:3:8,ngram-map-k4v:3:8,ngram-mod:4:8,ngram-simple:3:8+draft:4"
 )
 
-# Methods with a model of their own, and the names that llama-server has for them.
+# Methods that need a separate model, and llama-server's names for them.
 _MODELS = {"draft": "draft-simple", "mtp": "draft-mtp", "eagle": "draft-eagle3", "dflash": "draft-dflash"}
 _MAPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v")
 _HINT = (

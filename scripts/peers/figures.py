@@ -23,7 +23,7 @@ __all__ = [
     "total_speed",
 ]
 
-# Minimum number of tokens for computing a speed. In shorter replies, a single delay would dominate the
+# Minimum number of tokens for computing a speed. In a shorter reply, a single delay would dominate the
 # result.
 _MIN_TOKENS = 4
 

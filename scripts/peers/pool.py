@@ -9,14 +9,14 @@ from dataclasses import replace
 from time import sleep
 from typing import Protocol
 
-from edgespec.memory import available_bytes
+from edgespec.memory.budget import available_bytes
 from scripts.peers.configurations import Configuration
 from scripts.peers.replies import GenerationOptions, Run
 
 __all__ = ["Peer", "Pool"]
 
 _WARM_UP_TOKENS = 4
-# Time for a program to finish its work after a reply, before it is suspended. A heuristic.
+# Time for a program to finish its work after a reply, before it is suspended. Chosen as a heuristic.
 _SETTLE_SECONDS = 0.02
 
 
@@ -51,7 +51,7 @@ class Pool:
     def generate(
         self, configuration: Configuration, prompt: Sequence[int], options: GenerationOptions
     ) -> Run:
-        """Generate a reply with one program. On any exception the program is stopped.
+        """Generate a reply with one program. If an exception is raised, the program is stopped.
 
         Raises:
             EdgespecError: The program failed.

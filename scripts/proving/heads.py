@@ -19,7 +19,8 @@ from pathlib import Path
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.losslessness import read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
+from edgespec.losslessness.verify import verify
 
 _TEMPERATURES = (0.0, 0.8, 1.2)
 _BRANCHES: dict[str, tuple[int, ...]] = {"chains": (), "trees": (3, 2)}

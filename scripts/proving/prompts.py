@@ -12,7 +12,7 @@ from random import Random
 from typing import Protocol, TypeAlias
 
 from edgespec.chat.message import Message
-from edgespec.losslessness import Prompt
+from edgespec.losslessness.cases import Prompt
 
 __all__ = ["KINDS", "Range", "Vocabulary", "draw_prompts"]
 
@@ -21,12 +21,13 @@ Range: TypeAlias = tuple[int, int]
 KINDS = ("question", "code", "story", "list", "language", "copy")
 # Ranges of prompt lengths in tokens. Lengths are drawn from them in turn, uniformly on a logarithmic scale.
 _LENGTHS = ((2, 20), (20, 120), (120, 600))
-# Replies to long prompts take several times longer, so only this share of draws has one, as its last prompt.
+# Replies to long prompts take several times longer, so only this fraction of the draws contain one, as the
+# last prompt.
 _LONG, _LONG_SHARE = (600, 3000), 0.25
-# Share of prompts that follow an earlier question and answer, whose lengths in tokens are below.
+# Fraction of prompts that follow an earlier question and answer, whose lengths in tokens are below.
 _SECOND_TURN_SHARE = 0.25
 _TURN_TOKENS = 24
-# Text per token to tokenise at least. Fewer characters per token than this are rare.
+# Minimum number of characters to tokenise per token. Longer tokens are rare.
 _CHARACTERS_PER_TOKEN = 8
 _ROOT = Path(__file__).resolve().parents[2]
 _SHORT_TEXTS = Path(__file__).with_suffix(".jsonl")
@@ -45,7 +46,7 @@ class Vocabulary(Protocol):
 def draw_prompts(
     seed: str, count: int, vocabulary: Vocabulary, max_tokens: int, lengths: Sequence[Range] = _LENGTHS
 ) -> list[Prompt]:
-    """Return prompts of different kinds, the shortest first.
+    """Return prompts of different kinds, shortest first.
 
     Long prompts are made from this repository's documents and programs, and from the sentences in
     prompts.jsonl in random order. The number of tokens does not include what the chat template adds.
@@ -75,7 +76,7 @@ def draw_prompts(
 
 
 def _cut(rng: Random, kind: str, tokens: int, vocabulary: Vocabulary) -> str:
-    """Return text of a kind with this number of tokens, or one less if a character would be cut."""
+    """Return text of the given kind with this number of tokens, or one fewer if a character would be cut."""
     text, pieces = "", _pieces(rng, kind)
     while len(text) < tokens * _CHARACTERS_PER_TOKEN:
         text += next(pieces)

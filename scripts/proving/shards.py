@@ -15,7 +15,8 @@ from typing import Any
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts, verify
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.verify import verify
 from scripts.proving.configurations import CONFIGURATIONS, Configuration
 from scripts.proving.prompts import Range, draw_prompts
 
@@ -51,7 +52,7 @@ class Block:
 
     @classmethod
     def of(cls, configuration: Configuration, number: int) -> Block:
-        """Return a block of a configuration. Six consecutive blocks have all temperatures and shapes."""
+        """Return a block of a configuration. Any six consecutive blocks cover all temperatures and shapes."""
         rng = Random(f"{configuration.name} {number}")
         # Configurations begin with different temperatures.
         first = Random(configuration.name).randrange(len(TEMPERATURES))
@@ -70,7 +71,7 @@ def is_wrong(line: Line) -> bool:
 
 
 class Shards:
-    """The finished shards in a file of JSON lines. A shard is one model, method and block.
+    """The finished shards in a file of JSON lines. A shard is a combination of a model, a method and a block.
 
     Args:
         path: The file.
@@ -100,14 +101,14 @@ class Shards:
         return sum(line["tokens"] for line in self.lines)
 
     def drop_wrong(self) -> None:
-        """Forget the shards that went wrong, so that they run again."""
+        """Discard the shards that are wrong, so that they run again."""
         self.lines = [line for line in self.lines if not is_wrong(line)]
         self._path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), "utf-8")
 
     def run(self, tokens: int, seconds: float = float("inf"), first_round: int = 0) -> None:
         """Run shards until `tokens` tokens have been compared, a shard is wrong, or the time is up.
 
-        `first_round` chooses the prompts: another number gives other blocks than an earlier run had.
+        `first_round` selects the prompts, so a different number yields different blocks than an earlier run.
         """
         start, before = time.monotonic(), self.tokens
         for round_number in count(first_round):
@@ -234,7 +235,8 @@ def _verified(
             "prompt_tokens": lengths,
             "commit": _commit(),
             **asdict(result),
-            # The messages of prompts whose replies differ, to repeat them after the documents have changed.
+            # The messages of prompts whose replies differ, so that they can be repeated after the documents
+            # change.
             "messages": {each.name: _contents(each) for each in prompts if each.name in wrong},
             "seconds": round(seconds, 2),
         }
@@ -255,7 +257,8 @@ def read_lines(path: Path) -> Iterator[Line]:
 
     An incomplete line of a killed run is ignored, so its shard is rerun.
 
-    Two runs with other values of `--only` can write to one file. If both have run a shard, it counts once.
+    Two runs with different values of `--only` can write to the same file. A shard that both have run counts
+    once.
     """
     if not path.exists():
         return

@@ -56,7 +56,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def summary(lines: Sequence[Line]) -> str:
-    """Return sentences about the temperatures, shapes and prompts of all results."""
+    """Return sentences that summarise the temperatures, shapes and prompts of all results."""
     if not lines:
         return "Nothing has been compared yet.\n"
     temperatures = _tokens_by(lines, lambda line: f"temperature {line['temperature']:g}")

@@ -16,7 +16,7 @@ _MAX_DRAFT_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A draft length used in every round; 0 for plain decoding. `lookup` selects the lookup drafter."""
+    """A draft length used in every round, or 0 for plain decoding. `lookup` selects the lookup drafter."""
 
     draft_length: int
     lookup: bool = False

@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Speed as a share of the speed of the best fixed draft lengths."""
+        """Speed as a fraction of the speed of the best fixed draft lengths."""
         return self.auto / self.best
 
 
@@ -111,7 +111,7 @@ def _mean(speeds: Sequence[float]) -> float:
     return float(np.exp(np.log(speeds).mean()))
 
 
-# Tokens over which a speed is averaged, and the share of the best speed that counts as recovered.
+# Number of tokens over which a speed is averaged, and fraction of the best speed that counts as recovered.
 _WINDOW = 20
 _RECOVERED_SHARE = 0.9
 

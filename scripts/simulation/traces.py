@@ -31,7 +31,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A reply, with the predictions of a draft model and of further drafters.
+    """A reply, with the predictions of a draft model and of other drafters.
 
     Attributes:
         lookup: The predictions of the lookup drafter, if there is one.
@@ -60,7 +60,7 @@ def stationary(rate: float, length: int, seed: int, *, informed: bool = True) ->
 
 
 def flips(first: float, then: float, every: int, length: int, seed: int) -> Text:
-    """Return a reply whose acceptance rate alternates between two values every `every` tokens."""
+    """Return a reply whose acceptance rate switches between two values every `every` tokens."""
     return stretches([(first, then)[at % 2] for at in range(-(-length // every))], length, seed)
 
 

@@ -103,7 +103,7 @@ class World:
         self._length += 1 + len(path)
 
     def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> Drafter:
-        """Return a draft model, which drafts chains whose length the growth rule decides.
+        """Return a draft model that drafts chains whose length is determined by the growth rule.
 
         By default, it is the machine's draft model.
         """

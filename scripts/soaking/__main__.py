@@ -3,8 +3,8 @@
     scripts/soak --hours 4      # rerun to resume
 
 A program chats with the embedded model through the Python API and saves its chats. Meanwhile, replies are
-cancelled, the model is loaded again, the disk is full (a file size limit of 0 lets every write fail), memory
-is reported as used up, and the program is suspended and resumed. Some questions are asked in the terminal
+cancelled, the model is reloaded, the disk is full (simulated by a file size limit of 0), memory is reported
+as used up, and the program is suspended and resumed. Some questions are asked in the terminal
 chat, which is then ended by a signal.
 
 Prints the events, the growth of the program's memory with a 95 % interval, and how many questions and replies

@@ -1,4 +1,4 @@
-"""Streams that nobody reads to the end must not block the runtime, wherever and whenever they are dropped."""
+"""Streams that are never read to the end must not block the runtime, wherever they are dropped."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_with_block_ends(name: str, opened: str) -> None:
 
 @pytest.mark.usefixtures("no_garbage_collection")
 class TestWithoutGarbageCollection:
-    """A stream has no reference cycles, so it ends when its last reference goes."""
+    """A stream has no reference cycles, so it ends when its last reference is dropped."""
 
     def test_next_reply_starts_at_once(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         for _ in range(3):

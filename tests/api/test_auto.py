@@ -1,4 +1,4 @@
-"""`auto` gives the tokens of plain decoding, whatever its loss limit and clock do."""
+"""`auto` gives the tokens of plain decoding, whatever its loss limit and clock are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = (0,)
 
 
 class SlowDraft(ExactModel):
-    """A draft each of whose passes takes so many seconds of a clock of its own; its last letter is an end."""
+    """A draft model with slow passes on a simulated clock. Its last letter is an EOS token."""
 
     def __init__(self, table: Table, vocab_size: int, pass_seconds: float) -> None:
         super().__init__(table, vocab_size, ends=True)
@@ -44,7 +44,7 @@ class SlowDraft(ExactModel):
 
 
 class TestTheLaw:
-    """A time limit must not select among drafts by their drawn tokens, also in rejection mode."""
+    """A time limit must not select drafts by their drawn tokens. This also applies to rejection sampling."""
 
     @pytest.mark.long
     @pytest.mark.parametrize("block", [True, False], ids=["block", "token-wise"])
@@ -63,7 +63,7 @@ class TestTheLaw:
         branches: tuple[int, ...],
         block: bool,
     ) -> None:
-        """A draft that is longer, for it has not come to an end, is dearer: the credit may bear one only."""
+        """A draft that does not end early costs more, and the allowance covers only one such draft."""
         target, draft = random_table(seed, 2, zeros=0), random_table(seed + 100, 2, zeros=0)
         chance = AllChances()
         drafted = set()
@@ -98,8 +98,10 @@ class TestTheLaw:
 
 
 class Ticks:
-    """A clock by which passes of the target take time, of any width alike, and drafting next to none; now and
-    then it jumps."""
+    """A simulated clock on which drafting takes almost no time, and all target passes take equally long.
+
+    Now and then, the clock jumps.
+    """
 
     def __init__(self, jumps: float) -> None:
         self._random = random.Random(0)
@@ -127,7 +129,8 @@ class TestSameness:
     def hurried(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
     ) -> Iterator[Runtime]:
-        # What other tests found out about the demo, by a clock that is right, is not known here.
+        # Use an empty cache, so that facts that other tests learned about the demo with a real clock are
+        # unknown.
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
         curve = CostCurve((1, 16), (0.001, 0.0011))
         monkeypatch.setattr(TargetCosts, "curve", lambda *_: curve)

@@ -1,4 +1,4 @@
-"""The KV caches of target and draft from reply to reply, also after a backend error."""
+"""The KV caches of the target and the draft model across replies, including after a backend error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestCacheReuse:
             new = reply.stats.prompt_tokens - known
             assert reply.stats.cached_prompt_tokens >= known - 1
             assert sum(target.prefilled) == reply.stats.prompt_tokens - reply.stats.cached_prompt_tokens - 1
-            # The draft has besides to catch up with what other drafters guessed, a few tokens at a time.
+            # The draft model must also catch up with what other drafters guessed, a few tokens at a time.
             assert draft.prefilled[0] <= new + 2
             assert sum(draft.prefilled) <= new + 2 + len(reply.tokens)
             known = reply.stats.prompt_tokens + len(reply.tokens) - 1
@@ -105,7 +105,7 @@ class TestCacheReuse:
 
 
 class Failing:
-    """A model that fails at its n-th pass from now on, or never if n is 0."""
+    """A model that fails on its n-th pass from now on, or never if n is 0."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model

@@ -46,10 +46,11 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"choice": ("Use `ls -S`.", "Use `ls -l`.", "Ask somebody.")},
 )
 METHODS = ("grammar", "model", "suffix", "model+grammar+suffix", "auto")
-# MLX models are slower. `test_parity.py` compares the constrained replies of every drafter with them.
+# MLX models are slower. `test_parity.py` compares constrained replies of every drafter with plain decoding on
+# MLX.
 MLX_METHODS = ("grammar", "model+grammar+suffix")
 TEMPERATURES = (0.0, 0.8, 1.2)
-# Replies of the demo model are short where the constraint leaves it few choices.
+# The demo model's replies are short if the constraint leaves it few choices.
 MAX_TOKENS = 60
 
 

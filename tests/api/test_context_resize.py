@@ -22,8 +22,9 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.memory import Budget, Item, MemoryPlan
+from edgespec.memory.budget import Budget
 from edgespec.memory.context_resize import ResizableContext, has_room_to_resize
+from edgespec.memory.plan import Item, MemoryPlan
 from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_llama
 from tests.raising import raises

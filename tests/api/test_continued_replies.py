@@ -1,4 +1,4 @@
-"""Replies that are continued where they were cut off are the same as replies that were never cut."""
+"""Replies that are cut off and then continued are the same as uninterrupted replies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_reply_cut_at_any_token_ends_the_same_when_continued(
         start = cut_reply(demo, uncut.tokens[:cut])
         if tuple(demo.vocabulary.tokenize(start, special=False, start=False)) != uncut.tokens[:cut]:
             continue
-        # No cache and no remembered tokens: a program that has just started opens the chat.
+        # Clear the cache and the remembered tokens, as if a newly started program had opened the chat.
         demo.clear_cache()
         chat = demo.chat("Be brief.", [Message("user", HOWTO), Message("assistant", start)])
         chat._runtime._prompts._builder = None  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def small() -> Iterator[Runtime]:
 
 
 def fresh_answer(messages: Sequence[Message], text: str, system: str | None = None, **options: Any) -> str:
-    """Return the next reply of a fresh runtime without a draft model in this conversation."""
+    """Return the next reply in this conversation from a fresh runtime without a draft model."""
     return _fresh_answer(tuple(messages), text, system, **options)
 
 
@@ -94,7 +94,7 @@ class TestTurns:
         first = demo.chat("Be brief.")
         first.ask(FIRST, **OPTIONS)
         held = demo.chat("Be brief.", first.messages)
-        # With the few tokens that begin the next reply; drawn tokens may be spelled by others.
+        # Allow for the few tokens that begin the next reply. Sampled text may also be tokenized differently.
         assert abs(held.context_used_tokens - first.context_used_tokens) <= 8
         held.ask(SECOND, **OPTIONS)
         first.ask(SECOND, **OPTIONS)

@@ -62,7 +62,7 @@ def test_file_of_a_low_bit_copy_is_checked_too(
     demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
-    # A type that no processor's kernels have in another order: nothing of it is read but through the map.
+    # No processor repacks this type, so all weights are read through the mapping.
     copy = lowbit_file(prepare_lowbit(demo_target, "Q5_0"))
     command = [sys.executable, "-c", COPY, str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

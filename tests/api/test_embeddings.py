@@ -33,7 +33,7 @@ from tests.raising import raises
 
 # The last text needs several passes.
 TEXTS = ["How do I list files by size?", "x", "a b " * 240]
-# With the same types of keys and values as llama-cpp-python, only the order of additions differs.
+# With the same KV types as llama-cpp-python, only the order of additions differs.
 SAME: dict[str, Any] = {"kv_type": "f16", "flash_attention": "off", "context": 1024}
 
 

@@ -54,7 +54,10 @@ def day(
     begin_tokens: int = 2 * PIECE + 20,
     **options: Any,
 ) -> tuple[Runtime, list[Reply]]:
-    """Compare turns of three chats, two with a common prefix, with a runtime that reads every prompt."""
+    """Compare three interleaved chats with a runtime that processes every prompt in full.
+
+    Two of the chats share a prefix.
+    """
     options = {"context": 1024, "draft": "none", "measure_costs": False, "exactness": "bits", **options}
     replies = []
     with (
@@ -89,13 +92,13 @@ def test_bit_exact_model_reuses_prefixes_and_verifies_drafts() -> None:
     assert able.prefix_reuse_exact
     assert able.max_width > 8
     assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
-    # The third chat begins as the second one does; the fourth turn goes on with all of the first.
+    # The third chat starts like the second one, and the fourth turn continues the whole first chat.
     assert replies[2].stats.cached_prompt_tokens >= 2 * PIECE + 20
     assert replies[3].stats.cached_prompt_tokens >= 30 + 8 + len(replies[0].tokens) - 1
 
 
 def test_generated_tokens_that_round_differently_are_read_again() -> None:
-    """An f16 cache, which llama.cpp's attention reads by several kernels."""
+    """Use an f16 cache, for which llama.cpp has several attention kernels."""
     options: dict[str, Any] = {"draft": "auto", "methods": ("auto", "model"), "kv_type": "f16"}
     runtime, replies = day("demo", begin_tokens=PIECE + 20, **options)
     assert runtime.target.capabilities.exact
@@ -105,7 +108,7 @@ def test_generated_tokens_that_round_differently_are_read_again() -> None:
 
 
 def test_failed_commit_does_not_affect_later_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unused cell in the KV cache changes the order of the others."""
+    """An unused cell in the KV cache changes the order of the other cells."""
 
     def no_memory(*_: Any) -> None:
         raise MemoryError
@@ -135,7 +138,7 @@ def test_exact_with_other_architectures(tmp_path: Path, write: Any) -> None:
 def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else they would ride in the pass of a step, or be read with what comes after them."""
+    """Otherwise, these tokens would share a pass with a decoding step or with later prompt tokens."""
     widths: list[int] = []
     run = LlamaCppModel.verify
 
@@ -150,7 +153,7 @@ def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
         tokens = list(range(40, 70))
         exactness = runtime.target.exactness
         assert exactness is not None
-        # It depends on how llama.cpp was built whether passes over several tokens round differently.
+        # Whether passes over several tokens round differently depends on how llama.cpp was built.
         reused = len(tokens) - 1 if len(exactness.widths) > 1 else 0
         for cached in (0, reused):
             assert reply_to(runtime, tokens).stats.cached_prompt_tokens == cached
@@ -206,7 +209,7 @@ def test_the_trial_is_repeated_for_another_build_or_option(
     load("other drafters", "demo-draft", context=512, exactness="bits")
     load("other option", context=512, kv_type="f16")
     with monkeypatch.context() as patch:
-        # Fewer cores hide that results depend on the number of threads.
+        # With few cores, the test would not notice that results depend on the number of threads.
         patch.setattr(exact, "usable_cores", lambda: 1000)
         load("other cores", context=512)
     backend = backend_of("gguf")
@@ -279,7 +282,7 @@ _SINGLE, _PAIRS = WidthClass((1,)), WidthClass(tuple(range(2, 18)))
     [
         # Padding plain decoding costs 1 %, and drafting pays.
         ("auto", (1.0, 1.01, 1.02, 1.03), _PAIRS),
-        # Padding costs too much, and single tokens give up too much: no restriction.
+        # Padding costs too much, and so does decoding single tokens, so passes are not restricted.
         ("auto", (1.0, 1.4, 1.45, 1.5, 1.55), None),
         # No width pays, so nothing is lost.
         ("auto", (1.0, 2.0, 3.0, 4.0), _SINGLE),
@@ -315,11 +318,12 @@ def test_the_passes_of_the_chosen_class_are_measured_only_once(
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", lambda *_: [WidthClass((1, 2, 3))])
     monkeypatch.setattr(target_costs, "measure_costs", noted)
-    # On a busy machine, a pass can take much longer than just before, and edgespec then measures again.
+    # On a busy machine, a pass can suddenly take much longer than before, which would trigger a new
+    # measurement.
     monkeypatch.setattr(target_costs, "MAX_STEP_RATIO", 1e9)
     with edgespec.load("demo", "none", context=512, exactness="bits") as runtime:
         curve = runtime._costs.curve()
-    # Only the speed of a single-token pass is compared with that of the saved curve.
+    # Only the duration of a single-token pass is compared with the saved curve.
     assert set(measured) == {()}
     assert curve.widths == (1, 2, 3)
 
@@ -350,7 +354,7 @@ def test_speeds_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
 def test_durations_are_measured_again_if_another_number_of_layers_is_streamed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A wide pass that is free while the disk is slower than the processor can cost much otherwise."""
+    """A wide pass that is free while the disk is slower than the processor can otherwise be expensive."""
     trials, measured, padded = [], [], WidthClass((MAX_TESTED_WIDTH,))
 
     def find(*_: Any) -> list[WidthClass]:
@@ -364,7 +368,7 @@ def test_durations_are_measured_again_if_another_number_of_layers_is_streamed(
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", find)
     monkeypatch.setattr(exact._ExactLoading, "_measure", measure)
-    # On a busy machine, the results would be measured again for another reason.
+    # A busy machine would be another reason to measure again.
     monkeypatch.setattr(exact, "_machine_is_busy", lambda: False)
     request = LoadRequest.read("demo", "none", {"context": 256})
     pair = find_pair(request.target, request.draft, request.drafting, None, request.options)
@@ -400,7 +404,7 @@ def test_the_first_real_model_keeps_its_tokens_by_default(smollm2: Path) -> None
 
 
 def test_a_reply_is_read_again_in_idle_time(tmp_path: Path) -> None:
-    """An f16 cache is read by several kernels, so cells from decoding are not those of a prompt."""
+    """llama.cpp reads f16 caches with several kernels, so decoded cells differ from prefilled ones."""
     options: dict[str, Any] = {"context": 1024, "kv_type": "f16", "exactness": "bits", "measure_costs": False}
     chat = list(range(300, 300 + PIECE - 4))
     with (

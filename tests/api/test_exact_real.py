@@ -18,7 +18,7 @@ _PROMPTS = (
     "Copy this exactly, twice: Pack my box with five dozen liquor jugs.",
     "Wie funktioniert ein Fahrrad?",
 )
-# Files in the folder of real models, with the widths that must agree at least, and the methods to compare.
+# Files in the folder of real models, with the widths that must at least agree, and the methods to compare.
 _TEXT = ("suffix", "ngram", "lookahead", "auto")
 _CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "smollm2-q4_1.gguf": ("smollm2-q4_0.gguf", (*_TEXT, "model")),

@@ -1,4 +1,4 @@
-"""Python exits while another thread generates a reply. MLX can abort the process then."""
+"""Python exits while another thread is generating a reply. MLX can then abort the process."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def test_the_thread_that_reads_a_reply_closes_the_model(name: str, reply: str) -
 
 
 # The destructors of a thread's C++ objects run after Python has joined the thread. MLX aborts the process if
-# one of them waits for the interpreter when Python begins to exit. Here this always happens: the destructors
-# wait for a lock, and Python begins to exit after releasing it without giving up the interpreter.
+# one of them waits for the interpreter while Python is shutting down. This program makes that happen every
+# time: the destructors wait for a lock, and Python starts to shut down after releasing it, without releasing
+# the interpreter.
 _LATE_DESTRUCTORS = """
 import atexit, ctypes, sys, threading, time
 libc = ctypes.PyDLL(None)

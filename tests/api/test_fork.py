@@ -1,4 +1,4 @@
-"""A runtime in a forked child process: an error at once, because the threads of the parent are missing."""
+"""A runtime in a forked child process raises an error, because the parent's threads are missing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_child(call: Callable[[], Any]) -> str:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        # A child that hangs is killed by this alarm, and then reports nothing.
+        # If the child hangs, this alarm kills it, and the child reports nothing.
         signal.alarm(20)
         try:
             call()
@@ -121,7 +121,7 @@ def test_closing_in_a_child_leaves_the_parent_unharmed(runtime: Runtime) -> None
 
 
 def test_a_fork_during_a_reply_in_another_thread(runtime: Runtime) -> None:
-    """The locks of the runtime are then held by a thread that does not exist in the child."""
+    """The fork copies locks while they are held by a thread that does not exist in the child."""
     stream = runtime.stream("How do I list files?", max_tokens=200)
     next(stream)
     reader = threading.Thread(target=stream.wait)

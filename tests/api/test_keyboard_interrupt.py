@@ -41,9 +41,9 @@ def runtimes(
 
 
 class Interrupted:
-    """Raises KeyboardInterrupt at one of the calls that a model or a drafter makes in here.
+    """Raises KeyboardInterrupt at one of the calls that a model or a drafter makes in the `with` block.
 
-    Not where locks are taken and given back: there Python itself sees to it that an interrupt does no harm.
+    Calls that acquire or release locks are excluded, because Python itself makes interrupts harmless there.
     """
 
     def __init__(self, countdown: int) -> None:
@@ -103,9 +103,9 @@ def test_reply_after_an_interrupt_equals_a_fresh_one(
 
 
 class InterruptedEnd(Interrupted):
-    """Raises KeyboardInterrupt at one of the calls with which a stream begins or ends, or right after it.
+    """Raises KeyboardInterrupt at one of the calls that begin or end a stream, or right after it.
 
-    Python itself checks for interrupts when a function of Python begins, and when a function in C returns.
+    Python checks for interrupts when a Python function begins and when a C function returns.
     """
 
     def _at_call(self, frame: FrameType, event: str, _argument: object) -> None:
@@ -132,7 +132,8 @@ def test_a_stream_can_be_closed_after_an_interrupt(step: str, parallel: int) -> 
                     stream.close()
                 else:
                     next(stream)
-            # Another thread, so that the test fails rather than hangs if a lock is still held.
+            # Close the stream in another thread, so that the test fails rather than hangs if a lock is still
+            # held.
             closing = threading.Thread(target=stream.close, daemon=True)
             closing.start()
             closing.join(20)
@@ -170,7 +171,7 @@ def test_an_interrupt_while_a_stream_is_garbage_collected(monkeypatch: pytest.Mo
 
 
 class CancelledEnd(InterruptedEnd):
-    """Cancels a stream at one of the calls with which it begins or ends, as a signal handler can."""
+    """Cancels a stream at one of the calls that begin or end it, as a signal handler can."""
 
     def __init__(self, countdown: int, stream: edgespec.ReplyStream) -> None:
         super().__init__(countdown)

@@ -31,7 +31,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 
 def flat(reply: Reply) -> tuple[list[int], list[float]]:
-    """Return all tokens of the reply's log-probabilities, and their values."""
+    """Return all tokens of the reply's log-probabilities and their values."""
     each = [part for logprob in reply.logprobs for part in (logprob, *logprob.top)]
     return [part.token for part in each], [part.logprob for part in each]
 
@@ -63,7 +63,7 @@ def test_every_method_reports_those_of_plain_decoding(
 
 
 def test_they_are_those_of_the_model_itself(runtime: Runtime) -> None:
-    """Neither the constraint nor the temperature nor filters change them."""
+    """Constraints, the temperature and filters do not change them."""
     prompt = runtime.vocabulary.tokenize("Once upon a time", special=False, start=True)
     stream = runtime.stream_tokens(
         prompt, regex="[a-z ]{20}", temperature=2.0, top_k=2, seed=1, logprobs=2, max_tokens=6, method="model"

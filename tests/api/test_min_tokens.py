@@ -1,4 +1,4 @@
-"""Replies with a minimum length, which benchmarks use to compare replies of one length."""
+"""Replies with a minimum length, which benchmarks use to compare replies of the same length."""
 
 from __future__ import annotations
 

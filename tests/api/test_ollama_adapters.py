@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 24, "seed": 7}
 
 @pytest.fixture
 def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo_target: Path) -> Path:
-    """An adapter, which is also in a store with the models `base` and `tuned` that share their weights."""
+    """An adapter, also in an Ollama store with the models `base` and `tuned`, which share weights."""
     adapter = write_gguf_adapter(tmp_path / "style.gguf", demo_target, size=1.0)
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     store = OllamaStore(tmp_path / "ollama")

@@ -27,8 +27,8 @@ PLACES = 3
 METHODS = ("none", "model", "suffix", "ngram", "model+suffix", "lookahead", "eagle", "eagle+suffix", "auto")
 PROMPTS = (HOWTO, REPEATS, "Count to ten, then count to ten again.", "Write a poem about `tar`.")
 LONG = "What does `ls` do? " * 40
-# Attention adds up the cells of a text in the order of their addresses, which depends on the other replies.
-# This changes the logits of the demo model by up to 0.12.
+# Attention adds up a text's cells in memory order, which depends on the other replies. This changes the demo
+# model's logits by up to 0.12.
 ROUNDING = 0.25
 
 
@@ -300,7 +300,7 @@ def test_a_prefix_of_one_place_is_restored_in_another_with_the_state_of_the_head
     with always_draft(), edgespec.load("demo", context=1024, parallel=2, **options) as pair:
         prompt = tokens_of(pair, LONG)
         first = pair.stream_tokens(prompt, max_tokens=20, seed=1).wait()
-        # The other replies remove the prompt from both places, and the last one occupies its place.
+        # The other replies evict the prompt from both places, and the last one takes its place.
         for other in (REPEATS * 12, "Tell me about `tar`. " * 40, HOWTO * 30):
             pair.generate(other, raw=True, max_tokens=2)
         holder = pair.stream_tokens(tokens_of(pair, HOWTO), max_tokens=30)

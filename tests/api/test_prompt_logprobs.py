@@ -20,7 +20,7 @@ from tests.api.questions import HOWTO, equal
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba
 from tests.raising import raises
 
-# 103 tokens of the demo models, so more than one pass reads them.
+# This text has 103 tokens with the demo models, so it takes several passes.
 TEXT = (
     "To list files by size, run ls -S. To list all files, also add -a. 🙂 To find large files, run du. " * 3
 )
@@ -54,7 +54,7 @@ def check(
     *,
     tolerance: float = 1e-3,
 ) -> None:
-    """Check the log-probabilities of a prompt, bit for bit if the target's passes agree."""
+    """Check a prompt's log-probabilities, which must be bit-identical if the target's passes agree."""
     if expected is None:
         expected = stepped(runtime, tokens, 3)
     reply = scored(runtime, tokens)
@@ -70,7 +70,7 @@ def check(
 
 
 def forget_if_rounded(runtime: Runtime) -> None:
-    """Clear the cache if a cached prefix can be rounded differently than one that is read again."""
+    """Clear the cache if a cached prefix can be rounded differently than a newly processed one."""
     if not runtime.target.capabilities.exact:
         runtime.clear_cache()
 
@@ -136,7 +136,7 @@ def test_a_cancelled_request_leaves_no_trace(runtime: Runtime) -> None:
     equal(runtime.stream_tokens(tokens, **options).wait(), fresh)
 
     def cancel(_: str, __: float) -> bool:
-        # From another thread, as the server does it when a client disconnects.
+        # Cancel from another thread, as the server does when a client disconnects.
         thread = threading.Thread(target=runtime.cancel)
         thread.start()
         thread.join()

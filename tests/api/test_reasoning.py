@@ -157,7 +157,7 @@ class TestConversations:
             for cut in (2, 6, len(forced) - 5, len(forced) - 1, len(forced) + 4):
                 start = b"".join(map(runtime.vocabulary.piece, uncut.tokens[:cut])).decode()
                 opening = "<think>\n" if template is OPENS_REASONING else ""
-                # The chat is saved while the reply is written, and opened by another program.
+                # The chat is saved while the reply is being generated, and opened by another program.
                 saved = [Message("user", FIRST), reply_message(opening + start)]
                 runtime.clear_cache()
                 runtime._prompts._builder = None
@@ -205,7 +205,7 @@ class TestConversations:
 
 
 class ControlVocabulary:
-    """A vocabulary of bytes in which reasoning markers are control tokens, as in Magistral."""
+    """A byte vocabulary in which reasoning markers are control tokens, as in Magistral."""
 
     control = ("</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]")
     size = 256 + len(control)

@@ -25,14 +25,14 @@ def queue(demo: Runtime) -> Iterator[RequestQueue]:
 
 @pytest.fixture
 def hold(demo: Runtime) -> Iterator[threading.Event]:
-    """Keeps the first request of a test running until the event is set."""
+    """Keep the first request of a test running until the event is set."""
     released = threading.Event()
     yield released
     released.set()
 
 
 def blocked(queue: RequestQueue, hold: threading.Event) -> QueuedReply:
-    """A request whose prefill waits for `hold`. Returns when it has started."""
+    """Return a request whose prefill waits for `hold`, once it has started."""
     started = threading.Event()
 
     def progress(_what: str, _fraction: float) -> bool:

@@ -11,7 +11,8 @@ import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
-from edgespec.losslessness import read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
+from edgespec.losslessness.verify import verify
 from tests.api.questions import HOWTO, METHODS, REPEATS, equal
 from tests.cases import first
 from tests.tables import sampling_settings
@@ -20,7 +21,7 @@ PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3,
 SAMPLING = sampling_settings((0.0, 0.7, 1.2), PENALTIES)
 
 
-# A few of each are held against plain decoding by every run; `-m long` does the rest.
+# Every run compares a few of each with plain decoding. `-m long` compares the rest.
 DRAFT_LENGTHS = [(1, 6), pytest.param((2, 3, 4, 5, *range(7, 17)), marks=pytest.mark.long)]
 TREE_LENGTHS = [(2, 5), pytest.param((1, 3), marks=pytest.mark.long)]
 
@@ -61,7 +62,8 @@ class TestTheSameTokens:
         self, plain: Callable[..., Reply], branches: tuple[int, ...], draft_lengths: tuple[int, ...]
     ) -> None:
         with edgespec.load("demo", draft_branches=branches) as tree:
-            # Every sampling and every method gets every length, but not every pair of them does.
+            # Every sampling setting and every method is tested with every length, but not with every
+            # combination.
             lengths = cycle((*draft_lengths, *draft_lengths[::-1]))
             for (sampling, method), draft_length in zip(
                 product(SAMPLING.values(), ("model", "model+ngram")), lengths, strict=False
@@ -126,7 +128,7 @@ class TestTheSameTokens:
                 logit_bias=dict.fromkeys(ends, -math.inf),
             )
             assert reply.stats.acceptance_rate == 1.0
-            # A trial on a busy machine may not have tested the widest passes, which are then not used.
+            # On a busy machine, the trial may not have tested the widest passes, which are then not used.
             width = min(draft_length + 1, *exactness.widths[-1:])
             assert reply.stats.target_passes == math.ceil(60 / width)
 
@@ -149,7 +151,8 @@ class TestTheSameTokens:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_same_seed_repeats_the_reply(self, demo: Runtime, temperature: float) -> None:
         for acceptance in ("invariant", "rejection"):
-            # Which tokens rejection draws depends on what is guessed, and what auto guesses on the clock.
+            # Tokens drawn by rejection sampling depend on the drafts, and the drafts of `auto` depend on
+            # timing.
             method = "auto" if acceptance == "invariant" else "model"
             options: dict[str, Any] = {"temperature": temperature, "acceptance": acceptance, "max_tokens": 32}
             options["method"] = method

@@ -214,7 +214,7 @@ def test_a_server_with_weaker_exactness_is_not_shared() -> None:
 
 
 def test_a_program_that_keeps_more_of_the_texts_is_not_shared() -> None:
-    """With `--no-remember` or without a cache on disk, no other program may save this chat's texts."""
+    """With `--no-remember` or without an on-disk cache, no other program may save this chat's text."""
     own = Identity.of(ARGUMENTS)
     assert own is not None
     for more in ({"prefix_cache": "disk"}, {"remember": True}):
@@ -380,7 +380,7 @@ def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
     with sockets.connect(shared._path) as connection:
         connection.send(HostRequest(__version__, shared._identity, "stream", ([QUESTION],), options))
         assert connection.recv()
-        # Wait until the host has the turn. It then fills the connection.
+        # Wait until it is the host's turn. The host then fills the connection.
         deadline = monotonic() + 60
         while not sharing._queue._running and monotonic() < deadline:  # type: ignore[union-attr]
             sleep(0.01)

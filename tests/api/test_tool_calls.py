@@ -1,4 +1,7 @@
-"""Tool calls of the demo model, which knows no tools. Prompts describe them, and grammars demand them."""
+"""Tool calls of the demo model, which was not trained for them. Prompts describe the tools.
+
+Grammars enforce the calls.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
 )
 
 
-# The small MLX model is five times as fast as the large one, which the trees below use.
+# The small MLX model is five times as fast as the large one, which the tree tests below use.
 @pytest.fixture(scope="module", params=["demo", "demo-mlx-draft"])
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     if request.param == "demo-mlx-draft":
@@ -49,7 +52,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
-# What is made of the text of a reply is the same on every backend.
+# Parsing a reply's text does not depend on the backend.
 ON_ONE_BACKEND = pytest.mark.parametrize("runtime", first(["demo", "demo-mlx-draft"]), indirect=True)
 
 
@@ -83,7 +86,7 @@ ANSWER_SCHEMA: dict[str, Any] = {
 @pytest.mark.long
 @pytest.mark.parametrize("start", ["<", "{"])
 def test_calls_or_answers_are_the_same_with_every_method(runtime: Runtime, start: str) -> None:
-    """With tools and a schema, the reply is calls or an answer, depending on its first token."""
+    """With tools and a schema, the first token decides whether a reply is calls or an answer."""
     tokens = runtime.vocabulary.tokenize(start, special=False, start=False)
 
     def reply(method: str, draft_length: int | None = None) -> Reply:
@@ -157,7 +160,7 @@ def test_a_conversation_with_results(runtime: Runtime) -> None:
     ]
     second = runtime.reply(messages, tools=TOOLS, seed=3, max_tokens=20)
     assert second.tokens
-    # The call in the prompt has the tokens that the model generated, so that its KV cache can be reused.
+    # The call in the prompt consists of the tokens that the model generated, so its KV cache can be reused.
     assert second.stats.cached_prompt_tokens >= first.stats.prompt_tokens
     again = runtime.reply(messages, tools=TOOLS, seed=3, max_tokens=20, method="none")
     assert again.tokens == second.tokens
@@ -330,10 +333,10 @@ def test_parts_of_calls_and_text_stream_in_order(runtime: Runtime) -> None:
     text = (
         'I look.\n<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\nThen I sort them.'
     )
-    # The prompt contains the reply, so that drafts reach from the call into the text behind it.
+    # The prompt contains the reply, so drafts extend beyond the call into the following text.
     messages = [{"role": "user", "content": f"Repeat: {text}"}]
     options: dict[str, Any] = {"regex": re.escape(text), "temperature": 0.0, "tools": TOOLS}
-    # The reply could also be calls alone. The bias prevents that where there is a choice.
+    # Without the bias, the reply could consist of calls alone.
     [marker_start] = runtime.vocabulary.tokenize("<", special=False, start=False)
     options["logit_bias"] = {marker_start: -100.0}
 

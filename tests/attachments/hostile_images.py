@@ -1,4 +1,4 @@
-"""Unusual and hostile image files: each is read, or refused with one error."""
+"""Unusual and hostile image files are either read or rejected with a single error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HOSTILE", "HostileFile"]
 
 
 class HostileFile(NamedTuple):
-    """A file and the code of the error that refuses it. Empty if it is an image."""
+    """A file and the code of the error that rejects it, or an empty string for a valid image."""
 
     write: Callable[[], bytes]
     name: str

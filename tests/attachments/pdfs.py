@@ -9,7 +9,7 @@ _FONT = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
 
 
 def pdf(objects: Sequence[bytes]) -> bytes:
-    """Return a PDF file with these objects. The first object is the catalogue."""
+    """Return a PDF file with these objects. The first object is the document catalogue."""
     file, offsets = b"%PDF-1.4\n", []
     for number, each in enumerate(objects, 1):
         offsets.append(len(file))

@@ -1,4 +1,4 @@
-"""Hostile image files in the chat, on the command line and in the server: a reply or one clear error."""
+"""Hostile image files in the chat, the command line and the server: a reply or one clear error."""
 
 from __future__ import annotations
 

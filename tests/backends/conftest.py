@@ -30,7 +30,8 @@ from tests.tabular import TabularModel
 
 CONTEXT = 512
 
-# Made once for all tests: (folder for files, path of the demo target) -> a model with CONTEXT tokens.
+# Called once for all tests with a folder for files and the path of the demo target. Returns a model with
+# CONTEXT tokens.
 Maker = Callable[[Path, Path], LanguageModel]
 
 
@@ -44,7 +45,7 @@ def _llama_demo(folder: Path, demo: Path) -> LanguageModel:
 
 
 def _llama_streamed() -> Maker:
-    """Return a maker of a model that reads more layers in every pass than are in memory at a time.
+    """Return a maker of a model that streams more layers in every pass than are in memory at a time.
 
     Its quantised kernels are as exact as those of the demo model. Its weights fill whole pages of the file.
     """
@@ -74,7 +75,7 @@ def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
 
 
 def _slot(name: str, write: Callable[[Path], Path]) -> Maker:
-    """Return a maker of a model that shares its context with another reply, whose tokens are in the cache."""
+    """Return a maker of a model that shares its context with another reply, whose tokens are also cached."""
 
     def make(folder: Path, demo: Path) -> LanguageModel:
         options = LoadOptions(context_tokens=CONTEXT, max_branches=8, parallel=2)
@@ -135,7 +136,7 @@ BACKENDS: dict[str, Maker] = {
 }
 
 
-# The tiny models take the same path as the demo model, whole and in halves.
+# The tiny models run the same code as the whole and the split demo model.
 _LONG = ("llama.cpp demo", "llama.cpp demo in halves")
 _PARAMS = [
     pytest.param(make, id=name, marks=pytest.mark.long if name in _LONG else ())

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from edgespec.engine.tree import TokenTree
 from edgespec.model.base import LanguageModel
 
-# Rounding errors between passes of different widths. Kernels for float weights depend on the width. The demo
-# model's quantised kernels are exact on x86 only.
+# Rounding errors between passes of different widths. Float kernels depend on the width. The demo model's
+# quantised kernels are exact only on x86.
 ROUNDING = {
-    # Keys that are rounded to bf16 make small differences larger.
+    # Rounding keys to bf16 amplifies small differences.
     "tiny": 2e-3,
     "three layers": 2e-2,
     "window in halves": 5e-2,
@@ -61,14 +61,14 @@ def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
 
 
 def cut(model: LanguageModel, tokens: Sequence[int]) -> None:
-    """Truncate the cache to `tokens`, its prefix. Runs again what a recurrent model lost by that."""
+    """Truncate the cache to its prefix `tokens`, and rerun any that a recurrent model lost."""
     model.truncate(len(tokens))
     assert model.length <= len(tokens)
     model.prefill(tokens[model.length :])
 
 
 def same(model: LanguageModel, a: Rows, b: Rows) -> None:
-    """Assert equal logits, within the rounding error of this model's kernels at other widths."""
+    """Assert that logits are equal up to the rounding error of this model's kernels at different widths."""
     np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING.get(model.facts.name, 0.0))
 
 
@@ -108,6 +108,6 @@ def tokens_to(tree: TokenTree, node: int) -> list[int]:
 
 
 def needs(model: LanguageModel, shape: tuple[int, ...]) -> None:
-    """Skip the test if the model does not support branches and the shape has some."""
+    """Skip the test if the shape has branches and the model does not support them."""
     if not model.facts.capabilities.tree and shape != tuple(range(-1, len(shape) - 1)):
         pytest.skip("this model takes chains only")

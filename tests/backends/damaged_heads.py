@@ -36,9 +36,9 @@ def check_same_replies(
 def check_changed_bytes(
     target: Path, method: str, head: Path, changes: list[tuple[int, int]], header_bytes: int
 ) -> None:
-    """Check that a head whose header is changed is refused, or changes no reply.
+    """Check that a head with a damaged header is either rejected or changes no reply.
 
-    Damaged files may crash llama.cpp, but only in the process that tries them first.
+    Damaged files may crash llama.cpp, but only in the child process that tests them first.
     """
     data = bytearray(head.read_bytes())
     for position, value in changes:

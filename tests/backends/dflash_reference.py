@@ -1,4 +1,4 @@
-"""A pass of a DFlash or DSpark head in NumPy, as the papers and the published code describe it."""
+"""A pass of a DFlash or DSpark head in NumPy, following the papers and the published code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON, HEAD_SIZE = 1e-5, 16
 ROPE_BASE = 10000.0
 
 
-# Published names of layers' tensors by their names in GGUF files.
+# Published tensor names of layers, keyed by their GGUF names.
 _PUBLISHED = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -29,7 +29,7 @@ _PUBLISHED = {
 
 
 def published_tensors(path: Path) -> dict[str, Array]:
-    """The tensors of a head's GGUF file in F16 or F32, by their published names."""
+    """Return the tensors of a head's F16 or F32 GGUF file, keyed by their published names."""
     tensors = {}
     for name, tensor in tensors_of(path).items():
         layer, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()  # type: ignore[union-attr]
@@ -49,7 +49,7 @@ def norm(states: Array, weight: Array) -> Array:
 
 
 def rotated(states: Array, positions: NDArray[np.int64], base: float) -> Array:
-    """Rotate each value together with that half a head further on."""
+    """Rotate each value together with the value half a head further on."""
     half = HEAD_SIZE // 2
     angles = np.outer(positions, base ** (-np.arange(half) / half))[:, None]
     first, second = states[..., :half], states[..., half:]
@@ -67,20 +67,20 @@ def block_logits(
     block: Sequence[int],
     **options: Any,
 ) -> Array:
-    """The logits of all tokens in a block, before the Markov head. `output`: the output matrix."""
+    """Return the logits of all tokens in a block, before the Markov head. `output` is the output matrix."""
     logits: Array = block_states(head, embeddings, states, block, **options) @ output.T
     return logits
 
 
 def convolved(states: Array, inputs: Array, head: Mapping[str, Array], name: str, side: int) -> Array:
-    """The result of a DFlash 2 head's convolution over neighbouring tokens, if the head has any.
+    """Apply a DFlash 2 head's convolution over neighbouring tokens, if the head has one.
 
     Args:
         states: The values to convolve.
-        inputs: The input of the layer's part, which the weights depend on.
+        inputs: The input of the layer's attention or feed-forward block, which determines the weights.
         head: The head's tensors.
         name: The name of the convolution's tensors, without `_base` or `_proj`.
-        side: 0 before the layer's part, 1 after it.
+        side: 0 before the block, 1 after it.
     """
     if f"{name}_base.weight" not in head:
         return states
@@ -93,7 +93,7 @@ def convolved(states: Array, inputs: Array, head: Mapping[str, Array], name: str
 
 
 def pair_scores(head: Mapping[str, Array], state: Array, before: int, tokens: NDArray[np.int64]) -> Array:
-    """What the path selector of a DFlash 2 head adds to the logits of tokens that follow `before`."""
+    """Return the scores that a DFlash 2 head's path selector adds to the logits of tokens after `before`."""
     gated = head["selector_predecessor.weight"][before] * (head["selector_hidden.weight"] @ state)
     scores: Array = head["selector_successor.weight"][tokens] @ gated
     return scores
@@ -110,17 +110,17 @@ def block_states(
     causal: bool = False,
     window: int = 0,
 ) -> Array:
-    """The normalised hidden states of all tokens in a block.
+    """Return the normalised hidden states of all tokens in a block.
 
     Args:
-        head: The head's tensors by their published names.
+        head: The head's tensors, keyed by their published names.
         embeddings: The target's token embeddings.
-        states: The target's hidden states of the text before the block.
+        states: The target's hidden states for the text before the block.
         block: The block's tokens.
         start: Position of the first hidden state.
-        base: The base of the rotations.
-        causal: Whether a token of the block only attends to earlier ones.
-        window: The size of the sliding window of all layers but the first, or 0.
+        base: The RoPE frequency base.
+        causal: Whether a token of the block attends only to earlier ones.
+        window: The size of the sliding window of all layers except the first, or 0.
     """
     context = norm(states @ head["fc.weight"].T, head["hidden_norm.weight"])
     hidden = embeddings[list(block)]
@@ -163,6 +163,6 @@ def block_states(
 
 
 def markov_logits(head: Mapping[str, Array], token: int) -> Array:
-    """What the Markov head of a DSpark head adds to the logits after a token."""
+    """Return the logits that a DSpark head's Markov head adds after a token."""
     logits: Array = head["markov_head.markov_w2.weight"] @ head["markov_head.markov_w1.weight"][token]
     return logits

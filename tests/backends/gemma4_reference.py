@@ -1,4 +1,4 @@
-"""Gemma 4 and its assistants in NumPy, to check what the backend computes with tiny models."""
+"""Gemma 4 and its assistants in NumPy, to check the backend's results with tiny models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _File:
         cached: Array,
         is_windowed: bool,
     ) -> Array:
-        """Run a layer, whose queries attend to keys and values from position 0 on."""
+        """Run a layer whose queries attend to all keys and values, starting at position 0."""
         block = f"blk.{layer}."
         queries = self.heads(self.normed(values, f"{block}attn_norm"), layer, "q", is_windowed)
         queries = self.rotated(_normed(queries), positions, is_windowed)
@@ -96,7 +96,7 @@ def _normed(values: Array) -> Array:
 
 
 class GemmaReference:
-    """A target and its head, after the target has run some tokens."""
+    """A target and its head, after the target has processed some tokens."""
 
     def __init__(self, target: Path, head: Path, tokens: Sequence[int]) -> None:
         self._target, self._head = _File(target), _File(head)

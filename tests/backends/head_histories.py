@@ -25,7 +25,7 @@ from edgespec.model.hidden_states import HeadModel
 from tests.memory.prefix_cache.helpers import keeper
 
 Round: TypeAlias = tuple[str, int, bool]
-# What happens to the target, a number that says how much of it, and whether the head drafts before.
+# An action, a number that says how many tokens it affects, and whether the head drafts first.
 ROUNDS = st.tuples(
     st.sampled_from(
         ["say", "say", "say", "cut", "resize", "read", "leave", "come back", "cancel", "restart"]
@@ -33,18 +33,18 @@ ROUNDS = st.tuples(
     st.integers(0, 40),
     st.booleans(),
 )
-# Tokens of the tiny models that are not control tokens begin here.
+# ID of the first token of the tiny models that is not a control token.
 _FIRST_TOKEN = 3
 # Tokens of a draft after the first.
 _DRAFT = (60, 70, 80, 90)
-# A text that is as long as this is not continued, because the context could end.
+# Texts of at least this many tokens are not continued, because the context could overflow.
 _LONG_TEXT = 200
 
 
 def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: int = 1) -> NDArray[np.float64]:
-    """The head's logits for the first token of a draft, or for one token at each depth.
+    """Return the head's logits for the first token of a draft, or for one token at each depth.
 
-    Then commits the tokens before the draft, or discards the draft.
+    Then commit the tokens before the draft, or discard the draft.
     """
     cache.begin(tokens)
     # `auto` states how many tokens it has time for.
@@ -117,13 +117,13 @@ class _History:
             self.target.truncate(self.target.length)
 
     def read(self, number: int) -> None:
-        """Append many tokens, which the head has not seen, to the text."""
+        """Append many tokens that the head has not seen to the text."""
         more = self._some(number)
         self.target.prefill(self.tokens[self.target.length :] + more[:-1] if more else [])
         self.tokens += more
 
     def say(self, number: int) -> None:
-        # llama.cpp can undo eight tokens of some recurrent targets. If more are rejected, they replay the
+        # For some recurrent targets, llama.cpp can undo eight tokens. If more are rejected, they replay the
         # accepted ones.
         draft = self._some(10)
         first = 4 if number % 2 else 0
@@ -147,14 +147,14 @@ class _History:
         self._prepare([*self.tokens[:number], *self._some(90)])
 
     def come_back(self, number: int) -> None:
-        """Continue an earlier text, or another one after a part of it."""
+        """Continue an earlier text, or another text that shares part of it."""
         text = self._left[number % len(self._left)]
         self._left.append(list(self.tokens))
         kept = len(text) if number % 2 else 2 + (len(text) - 2) * number // 41
         self._prepare([*text[:kept], *self._some(1 + number % 3)])
 
     def cancel(self, number: int) -> None:
-        """Cancel the head's and the target's next computations, and repeat them."""
+        """Cancel the next computations of the head and the target, and repeat them."""
         for model in (self.head, self.target):
             model.interrupt(True)
         with suppress(CancelledError):
@@ -166,7 +166,7 @@ class _History:
         self._prepare(list(self.tokens))
 
     def restart(self) -> None:
-        """Load everything again, as in a later process, which finds the text on disk."""
+        """Reload everything, like a new process that finds the text on disk."""
         self._target_cache.save()
         self._prefixes.store.write()
         self.close()
@@ -174,10 +174,11 @@ class _History:
         self._prepare(list(self.tokens))
 
     def can_draft(self) -> bool:
-        """Return whether the head can draft before the next pass of the target.
+        """Return whether the head can draft before the target's next pass.
 
-        It seldom cannot after a return to an earlier text, because the hidden state of the last cached token
-        is not known.
+        It occasionally cannot after a return to an earlier text, because the hidden state of the last cached
+        token
+        is unknown.
         """
         self.cache.begin(self.tokens)
         self.cache.prefill(self.cache.full_pending_tokens or None)
@@ -211,9 +212,9 @@ def check_history(
     depth: int = 1,
     tolerance: float = 4e-3,
 ) -> None:
-    """After these rounds, a head drafts like one that is given all tokens at once.
+    """Check that after these rounds, a head drafts like one that processed all tokens at once.
 
-    `tolerance` is the difference that rounding may cause, as a share of the largest logit.
+    `tolerance` is the maximum rounding difference, as a share of the largest logit.
     """
     with tempfile.TemporaryDirectory() as folder:
         history = _History(load, head_of, Path(folder), seed)

@@ -26,7 +26,7 @@ class Pair(NamedTuple):
 
 
 def draft_logits(view: LanguageModel, tree: TokenTree) -> Rows:
-    """Return the view's logits of a tree that is drafted three nodes at a time."""
+    """Return the view's logits for a tree that is drafted three nodes at a time."""
     rows = []
     for first in sorted(set(range(0, tree.width, 3))):
         some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.draft_probs[: first + 3])
@@ -36,12 +36,12 @@ def draft_logits(view: LanguageModel, tree: TokenTree) -> Rows:
 
 
 def assert_like_fresh_view(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -> None:
-    """Assert that the view holds the target's exact cells and gives the logits of a fresh view."""
+    """Assert that the view has exactly the target's cells and gives the logits of a fresh view."""
     got = draft_logits(view, tree)
     assert_cells_match(pair.target, view, how)
     fresh = pair.target.self_draft(how)
     try:
-        # With quantised keys another order of the cells may change the rounding by more.
+        # With quantised keys, a different order of the cells may change the rounding by more.
         if pair.rounding:
             np.testing.assert_allclose(got, draft_logits(fresh, tree), rtol=0, atol=pair.rounding)
     finally:
@@ -54,7 +54,7 @@ def assert_cells_match(target: LanguageModel, view: LanguageModel, how: LowBit) 
     assert isinstance(target, GgufModel)
     length = target.length
     begin = 0
-    # A window about as large as the context attends to everything.
+    # If the window is about as large as the context, it covers everything.
     if how.window_tokens and view_context.plan.tokens < target.max_plan.tokens:
         # The window advances in steps of 64 tokens.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)

@@ -1,4 +1,4 @@
-"""Random heads for the tiny GGUF target, in the layouts in which heads are published on Hugging Face."""
+"""Random heads for the tiny GGUF target, in the layouts of heads published on Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ VOCAB = 259 + len(WORDS)
 
 
 def write_published(folder: Path, layout: Layout = "SafeAILab", **changes: Any) -> Path:
-    """A random head that reads the inputs of the first three layers."""
+    """Write a random head that reads the inputs of the first three layers."""
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     return write_head(folder, layout, **{"vocab": VOCAB, "draft_vocab": 100, **layers, **changes})

@@ -28,13 +28,13 @@ CONTEXT = 512
 
 
 class Target(ABC):
-    """A target of a backend, another one with recurrent layers, and heads for both."""
+    """A backend's target, another one with recurrent layers, and heads for both."""
 
     size: int
     vocab: int
     layers = 3
     attention: Attention
-    # Largest errors of logits with weights of these types. For others, they are hardly larger than float32's.
+    # Maximum logit errors with weights of these types. For other types, they hardly exceed those of float32.
     tolerances: ClassVar[dict[str, float]] = {}
     # Embeddings and LM head of the first target.
     table: NDArray[Any]
@@ -55,7 +55,7 @@ class Target(ABC):
         return folder if folder.exists() else write_heads(folder, layout, self.arrays(layout))
 
     def plain_logits(self, layout: Layout, states: NDArray[Any], path: list[int]) -> NDArray[np.float64]:
-        """What the heads of a layout say after a path that follows tokens with these hidden states."""
+        """Return the logits of a layout's heads after a path that follows tokens with these hidden states."""
         arrays, embed = self.arrays(layout), self.table.__getitem__
         return plain_logits(layout, arrays, self.attention, states, embed, path, self.lm_head)
 

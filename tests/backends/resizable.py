@@ -66,7 +66,7 @@ def _replayed(_: Path, how: LoadOptions) -> LanguageModel:
 
 
 class Kind(NamedTuple):
-    """A kind of model. `rounding`: the allowed difference of logits between passes of other widths."""
+    """A kind of model. `rounding` is the maximum logit difference between passes of different widths."""
 
     make: Maker
     options: Mapping[str, Any] = MappingProxyType({})
@@ -99,7 +99,7 @@ LLAMA = [name for name in ALL if not str(name.values[0]).startswith(("MLX", "tab
 
 
 class Twins(NamedTuple):
-    """The same model twice: `model` is resized, `whole` has the full context from the beginning."""
+    """Two copies of a model: `model` is resized, and `whole` has the full context from the start."""
 
     model: LanguageModel
     whole: LanguageModel
@@ -107,7 +107,7 @@ class Twins(NamedTuple):
 
 
 def load(name: str, folder: Path, **options: Any) -> LanguageModel:
-    # The same batch size for all context sizes, so that rounding is the same.
+    # Use the same batch size for all context sizes, so that rounding is the same.
     how = LoadOptions(context_tokens=LARGE, batch_tokens=128, **KINDS[name].options)
     return KINDS[name].make(folder, replace(how, **options))
 

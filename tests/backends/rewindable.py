@@ -1,4 +1,4 @@
-"""A table with the cache of a recurrent model: it can only return to checkpoints."""
+"""A table model with the cache of a recurrent model, which can only be rolled back to checkpoints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ __all__ = ["StateModel", "replayed_table"]
 
 
 class StateModel(TabularModel):
-    """Says at once what a real model would only show in its logits.
+    """Raises an error for misuse that a real model would only reveal in its logits.
 
-    undo: so many tokens of a pass `commit` may drop. reach: further back than this no checkpoint works.
-    `stop_after`: the pass that many calls from now is cancelled half-way and spoils the state.
-    `checkpoints`: how many were taken.
+    Attributes:
+        undo: Number of tokens of a pass that `commit` may drop.
+        reach: Checkpoints further back than this do not work.
+        stop_after: Number of calls until a pass is cancelled halfway and corrupts the state.
+        checkpoints: Number of checkpoints taken.
     """
 
     def __init__(

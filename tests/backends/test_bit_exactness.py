@@ -1,4 +1,4 @@
-"""Finding the classes of widths that agree bit for bit, and restricting a model to one of them."""
+"""Find the classes of widths that agree bit for bit, and restrict a model to one of them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _ALL = tuple(range(1, 18))
 
 
 class _RoundingModel(TabularModel):
-    """A table whose passes round in several ways, which also reach later passes through the cache.
+    """A table model whose passes round in several ways. The errors reach later passes through the cache.
 
     Args:
         rounding: Returns how the row of a pass is rounded, given the width of the pass, the row, and whether
-            the pass is a tree. Rows that are rounded differently differ in the last place.
+            the pass is a tree. Rows that are rounded differently differ in the last digit.
         prefill: Returns how a row of a prefill pass is rounded, given the width of the pass and the row.
     """
 
@@ -115,7 +115,7 @@ def test_an_error_of_a_single_row_is_found() -> None:
 
 
 def test_an_error_that_only_reaches_the_cache_is_found() -> None:
-    """The logits of the pass itself are right, and a later pass would carry the error."""
+    """The logits of the pass itself are correct, but a later pass would carry the error."""
 
     class Silent(_RoundingModel):
         def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
@@ -186,7 +186,7 @@ def test_a_difference_in_the_last_layers_is_found_too(lower_widest: int) -> None
 def test_slow_models_that_can_run_their_first_layers_alone_have_all_widths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only a few widths run all layers. The widest pass is a class of its own, to which others are padded."""
+    """Only a few widths run all layers. The widest pass is a separate class, and others are padded to it."""
     monkeypatch.setattr(bit_exactness, "SLOW_PASS_SECONDS", -1.0)
 
     def rounding(width: int, _row: int, _tree: bool) -> int:
@@ -197,7 +197,7 @@ def test_slow_models_that_can_run_their_first_layers_alone_have_all_widths(
     assert narrow.widths == (1, 2, 3, 4, 5, 6)
     assert wide.widths == (17,)
     assert {width for partial, width in model.passes if not partial} == {1, 2, 3, 4, 6, 17}
-    # If a width does not agree over all layers, only those that do are left.
+    # If a width does not agree over all layers, only the widths that do are kept.
     narrow, _ = find_width_classes(_DeepModel(lambda width, _row, _tree: width > 3, rounding))
     assert narrow.widths == (1, 2, 3)
 
@@ -213,7 +213,7 @@ def test_slow_models_that_run_all_layers_have_few_widths(monkeypatch: pytest.Mon
 def test_slow_models_are_tested_in_long_contexts_too(
     monkeypatch: pytest.MonkeyPatch, limit: str, widths: tuple[int, ...]
 ) -> None:
-    """If they can repeat cached tokens. With f16 cells, llama.cpp has another kernel for long contexts."""
+    """This requires that they can repeat cached tokens. With f16, long contexts use another kernel."""
     monkeypatch.setattr(bit_exactness, limit, -1.0)
     monkeypatch.setattr(bit_exactness, "LONG_TRIAL_STEPS", -1.0)
 
@@ -240,7 +240,7 @@ def test_a_cancelled_trial_leaves_all_layers_running() -> None:
 
 
 def test_the_first_layers_of_a_real_model_run_alone(smollm2: Path) -> None:
-    """Their hidden states take the place of the logits, and the cells of the other layers stay empty."""
+    """Their hidden states replace the logits, and the cells of the other layers stay empty."""
     model = load(str(smollm2), "smollm2", LoadOptions(context_tokens=256, threads=1))
     tokens, everything = list(range(1000, 1012)), np.arange(model.facts.vocab_size)
 
@@ -365,7 +365,7 @@ def test_without_other_widths_a_model_cannot_draft(able: Capabilities, found: Wi
 
 @pytest.mark.long
 def test_passes_between_two_members_are_padded(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded pass gives the bits of the wider pass, and keeps only the wanted cells."""
+    """A padded pass gives the bits of the wider pass, and keeps only the requested cells."""
     model = load(str(smollm2), "smollm2", LoadOptions(context_tokens=256, threads=1))
     assert isinstance(model, LlamaCppModel)
     everything = np.arange(model.facts.vocab_size)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.methods.ngram.drafter import NgramDrafter
@@ -18,7 +19,7 @@ from tests.cases import first
 
 __all__ = ["exact_model"]
 
-# Text that all vocabularies of the tests can write, in more than `REPLY_TOKENS` tokens of the larger ones.
+# Text that all test vocabularies can write. With the larger ones, it has more than `REPLY_TOKENS` tokens.
 REGEX = "((a|b|cd){2}e?f){60}"
 
 
@@ -28,7 +29,7 @@ def constrained(model: LanguageModel) -> Callable[[Sequence[int]], LogitsProcess
 
 
 def satisfies(model: LanguageModel, tokens: Sequence[int]) -> bool:
-    """Whether a text is the start of one that the regular expression matches."""
+    """Return whether a text is the start of one that matches the regular expression."""
     text = b"".join(map(model.vocabulary.piece, tokens))
     return bool(re.fullmatch(b"((a|b|cd){2}e?f)*((a|b|cd)?(a|b|cd|c)?|(a|b|cd){2}e)", text))
 
@@ -63,7 +64,7 @@ def test_rejection_mode_satisfies_the_constraint(
         rule = Rejection(RandomDraws(seed))
         got, _ = decoded(exact_model, prompt, 0.8, drafter, processors=processors, acceptance=rule)
         assert satisfies(exact_model, got)
-    # A whole draft that the constraint forbids, as from a drafter that does not see it.
+    # The whole draft violates the constraint, as from a drafter that does not know the constraint.
     wrong = half_right([*prompt, *tokens_for(exact_model, 60, seed=1)])
     rule = Rejection(RandomDraws(0))
     got, _ = decoded(exact_model, prompt, 0.8, wrong, processors=processors, acceptance=rule)

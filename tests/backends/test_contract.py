@@ -37,7 +37,10 @@ STEPPED = (*range(64), *range(240, 288))
 
 
 def rows_of_steps(model: LanguageModel) -> dict[int, Rows]:
-    """The logits after the tokens at `STEPPED`, run one by one; the cache is empty before and after."""
+    """Return the logits after the tokens at `STEPPED`, run one by one.
+
+    The cache is empty before and after.
+    """
     tokens, rows = tokens_for(model, 288), {}
     model.truncate(0)
     for position in STEPPED:

@@ -1,4 +1,4 @@
-"""The GPU memory that offloaded layers take, calculated without a GPU."""
+"""The GPU memory used by offloaded layers, calculated without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _path() -> str:
 
 
 def test_devices_are_described_as_llama_cpp_describes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU acts as a GPU here, because there may be no other device."""
+    """The CPU acts as the GPU here, because there may be no other device."""
     monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
     monkeypatch.setattr(devices, "_GPU", 0)
     (found,) = (gpu for gpu in devices.gpus() if gpu.name == "CPU")
@@ -80,7 +80,7 @@ def test_nothing_is_offloaded_without_gpu_layers() -> None:
 
 
 def test_a_gpu_that_shares_main_memory_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp does not use it either if there is a GPU with memory of its own."""
+    """llama.cpp does not use it either if there is a GPU with dedicated memory."""
     shared = Gpu("Vulkan0", "in the processor", 10, 10, has_own_memory=False)
     own = Gpu("Vulkan1", "card", 20, 20, has_own_memory=True)
     monkeypatch.setattr(devices, "gpus", lambda: (shared, own))

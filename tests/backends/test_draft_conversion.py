@@ -39,7 +39,7 @@ def logits(backend: Any, path: Path, tokens: Sequence[int]) -> NDArray[np.float6
 
 
 def difference(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """Return the relative difference. Not 0, because llama.cpp rounds weights and activations to float16."""
+    """Return the relative difference, which is not 0 because llama.cpp rounds to float16."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 

@@ -56,8 +56,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(write_llama(tmp_path_factory.mktemp("eagle") / "target.gguf", layers=3), (0, 1, 2))
 
 
-# Targets with layer taps, without them, with a sliding window, and with recurrent layers. llama.cpp can undo
-# the last tokens of LFM2.
+# Targets with layer taps, without them, with a sliding window, and with recurrent layers. For LFM2, llama.cpp
+# can undo the most recent tokens.
 KINDS: dict[str, tuple[Callable[[Path], Path], tuple[int, int, int]]] = {
     "llama": (partial(write_llama, layers=3), (0, 1, 2)),
     "qwen2": (partial(write_llama, architecture="qwen2", layers=3), (1, 1, 2)),

@@ -1,4 +1,4 @@
-"""The experts of mixture-of-experts models stay in main memory, while the other weights are on the GPU."""
+"""The experts of mixture-of-experts models stay in main memory while the other weights are on the GPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_logits_do_not_depend_on_the_number_of_layers(moe: Path, count: int) -> 
 
 @pytest.mark.parametrize("gpu_layers", [None, _LAYERS - 1, 1])
 def test_experts_in_main_memory_take_no_memory_on_the_gpu(moe: Path, gpu_layers: int | None) -> None:
-    """Layers whose weights are not on the GPU anyway save nothing."""
+    """Layers whose weights are not on the GPU cannot save any GPU memory."""
     size_bytes = expert_bytes(str(moe))[0]
     whole, fraction, tied_bytes = device_split(str(moe), _LAYERS, gpu_layers)
     kept = _LAYERS - round(fraction * _LAYERS)

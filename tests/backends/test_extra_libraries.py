@@ -1,4 +1,4 @@
-"""Libraries next to llama-cpp-python: which of them is loaded, and what happens if one cannot be."""
+"""Libraries next to llama-cpp-python: which ones are loaded, and what happens if loading fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp.native import GpuLibrary, library, library_path,
 
 @pytest.fixture
 def copy_in(tmp_path: Path) -> ModuleType:
-    """A module in another folder that acts as the installed llama_cpp, without GPUs."""
+    """Return a module in another folder that acts as the installed llama_cpp, without GPUs."""
     real = library()
     module = ModuleType("llama_cpp")
     module.__file__ = str(tmp_path / "__init__.py")
@@ -65,7 +65,7 @@ print(library().llama_supports_rpc())
 
 
 def test_llama_cpp_knows_the_libraries_that_are_loaded() -> None:
-    """ggml must be loaded once: a second copy would have a list of devices of its own."""
+    """ggml must be loaded only once, because a second copy would have its own list of devices."""
     path = library_path(library(), "rpc")
     if not path.is_file():
         pytest.skip("the RPC library is not built; run scripts/setup dev")

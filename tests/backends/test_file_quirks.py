@@ -1,4 +1,4 @@
-"""Files that are complete, but not what llama.cpp expects, are not called damaged, and are not offered."""
+"""Complete files that llama.cpp does not expect are not reported as damaged, but are not offered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.raising import raises
 
 @pytest.fixture
 def asks_llama_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let llama.cpp judge the files, although other tests load all files as if they had been tried."""
+    """Let llama.cpp check the files, unlike other tests, which load files as if already tried."""
     results: dict[str, trial_load._Result] = {}
     monkeypatch.setattr(trial_load, "_known", results.get)
     monkeypatch.setattr(trial_load, "_remember", lambda key, result: results.update({key: result}))

@@ -43,7 +43,7 @@ CONTEXT = 512
 _HEADER_BYTES = 12_000
 # A text that is longer than the sliding window.
 TEXT = list(range(10, 10 + 3 * WINDOW))
-# Larger KV heads, whose values llama.cpp transforms before it quantises them.
+# Larger KV heads, whose values llama.cpp transforms before quantising them.
 LARGE = Gemma4Shape(full=(1, 128), windowed=(1, 64))
 
 
@@ -121,7 +121,7 @@ def test_no_reply_changes(files: Files, branches: tuple[int, ...], temperature: 
 
 
 def test_the_head_computes_what_a_reference_does(files: Files) -> None:
-    """Also in trees, whose nodes all have the position of the last emitted token."""
+    """This includes trees, whose nodes all have the position of the last emitted token."""
     if files.options.kv_type == "q8_0":
         pytest.skip("quantised keys and values differ")
     target = files.load()
@@ -140,7 +140,7 @@ def test_the_head_computes_what_a_reference_does(files: Files) -> None:
 
 @pytest.mark.long
 def test_loading_a_head_keeps_the_text_in_the_cache(files: Files) -> None:
-    """llama.cpp forgets the target's KV cells when it creates a context that reads them."""
+    """llama.cpp clears the target's KV cells when it creates a context that reads them."""
     target = files.load()
     target.prefill(TEXT)
     drafts = []
@@ -280,7 +280,7 @@ def test_an_incomplete_head_is_refused(target: LanguageModel, tmp_path: Path, te
 
 
 def damaged(path: Path, value: float) -> Path:
-    """Write a head in whose attention all weights of one matrix have this value."""
+    """Write a head in which all weights of one attention matrix have this value."""
     reader = gguf.GGUFReader(write_gemma4_assistant(path), "r+")
     next(tensor for tensor in reader.tensors if "attn_output" in tensor.name).data[:] = value
     reader.data.flush()

@@ -1,4 +1,4 @@
-"""Reading GGUF headers: equal to the gguf package, with errors for truncated and damaged files."""
+"""Parse GGUF headers with the same result as the gguf package, and report truncated and damaged files."""
 
 from __future__ import annotations
 

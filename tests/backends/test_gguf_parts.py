@@ -1,4 +1,4 @@
-"""Split GGUF models: the headers say which part a file is, whatever browsers, people or links call it."""
+"""Split GGUF models: the headers identify each part, whatever browsers, people or links name the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid headers raise ModelFileError instead of ending the process inside llama.cpp."""
+"""Invalid headers raise ModelFileError instead of letting llama.cpp abort the process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_huge_sizes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_checking_a_large_vocabulary_needs_little_memory(tmp_path: Path) -> None:
-    """Memory that Python takes here stays with the process, and memory plans do not include it."""
+    """Memory that Python allocates here stays with the process, but memory plans do not include it."""
     path = tmp_path / "wide.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_token_list([f"word{i:06}" for i in range(200_000)])
@@ -160,7 +160,7 @@ def test_invalid_epsilons_are_refused(bits: int, tmp_path: Path) -> None:
 
 
 def test_a_missing_byte_token_is_refused(tmp_path: Path) -> None:
-    """Tokenizing such a byte would end the process long after the load."""
+    """Tokenizing such a byte would abort the process long after loading."""
     path = write_llama(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"<0x41>", b"<what>"))
     refuse(path, "256 bytes")

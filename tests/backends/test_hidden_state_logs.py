@@ -1,4 +1,4 @@
-"""Targets keep the hidden states that heads read, and their logits stay bit-identical."""
+"""Targets log the hidden states that heads read, and their logits stay bit-identical."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.raising import raises
 
 VOCAB = 259 + len(WORDS)
 SIZE = 32
-# More tokens than the context can compute logits for at once.
+# More tokens than the context can compute logits for in one pass.
 PROMPT: list[int] = np.random.default_rng(0).integers(3, VOCAB, 300).tolist()
 DRAFT = [5, 6, 7, 8]
 
@@ -85,7 +85,7 @@ COMMITTED = [*PROMPT, 1, *DRAFT[:2], 2, 6, 7, 9]
 
 
 def expected_states(path: Path) -> dict[int, NDArray[np.float32]]:
-    """All hidden states after the committed tokens, except the input of the first layer."""
+    """Return all hidden states after the committed tokens, except the first layer's input."""
     layers = hidden_states(str(path), path.stem, COMMITTED, LoadOptions(context_tokens=512))
     last = layers[-1]
     normed = last / np.sqrt((last**2).mean(axis=-1, keepdims=True) + 1e-5)
@@ -104,7 +104,7 @@ def test_a_log_holds_the_states_of_all_committed_tokens_and_logits_stay_the_same
     expected = expected_states(paths[name])
     model = load(paths[name])
     count = len(expected) - 1
-    # The first log reads only the inputs of layers, and the second one also what the last layer computes.
+    # The first log reads only layer inputs, and the second one also reads the last layer's output.
     early, late = model.log_hidden_states([1]), model.log_hidden_states([count, 1, POST_NORM])
     found_logits = reply(model, early, late)
     rows = late.rows(0, late.end).reshape(-1, 3, SIZE)
@@ -178,7 +178,7 @@ def test_a_log_opened_later_starts_there_and_a_closed_one_no_longer_grows(paths:
 
 
 def test_all_rows_of_a_prompt_are_read_even_if_verify_passes_are_narrow(paths: dict[str, Path]) -> None:
-    """With one CPU thread, llama.cpp uses another attention kernel for passes of 64 and more tokens."""
+    """With one CPU thread, llama.cpp uses another attention kernel for passes of 64 tokens or more."""
     plain, model = (load(paths["llama"], threads=1, kv_type="f16", max_logit_rows=32) for _ in range(2))
     assert model.facts.capabilities.max_width < 64
     log = model.log_hidden_states([POST_NORM])

@@ -53,7 +53,7 @@ def image() -> Image:
 
 
 def prompt(model: LanguageModel, *images: Image) -> tuple[list[int], Any]:
-    """Return a prompt with images between texts, and the objects that keep them usable."""
+    """Return a prompt with images between pieces of text, and the objects that keep the images usable."""
     prepared = [model.prepare_image(each) for each in images]
     tokens = model.vocabulary.tokenize(BEFORE, special=True, start=True)
     for each in prepared:
@@ -223,7 +223,8 @@ def test_concurrent_replies_see_images(files: VisionModel, model: LanguageModel,
         with ThreadPoolExecutor(2) as pool:
             replies = pool.map(greedy, slots, [tokens for tokens, _kept in prompts])
             assert list(replies) == [alone, alone]
-        # The positions of tokens after an image depend on it, also after a rollback and in a copied cache.
+        # The positions of tokens after an image depend on the image, even after a rollback and in a copied
+        # cache.
         slot, tokens = slots[1], prompts[1][0]
         for base in (slot, slots[0]):
             if base is not slot:

@@ -1,4 +1,4 @@
-"""What is particular to llama.cpp: files that are not models, words, and what closing leaves."""
+"""Behaviour specific to llama.cpp: files that are not models, vocabularies, and cleanup after closing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgespec.errors import (
     ModelFileError,
     OptionError,
 )
-from edgespec.methods.model.vocabularies import compare_vocabularies
+from edgespec.methods.model.vocabularies.translation import compare_vocabularies
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.backends.split_gguf import write_parts

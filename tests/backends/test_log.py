@@ -1,4 +1,4 @@
-"""The log of llama.cpp: private, also after rotation, and never in the way."""
+"""The llama.cpp log is private, even after rotation, and never disturbs replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With LongRoPE the rotation of keys depends on the context size, so a resize must not cross the switch."""
+"""With LongRoPE, key rotation depends on the context size, so a resize must not cross the threshold."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.backends.tiny_models import write_gemma2, write_gemma3, write_llama, 
 from tests.cases import first
 from tests.raising import raises
 
-# Attention sums cells in memory order, which may differ. A missing or stale cell changes logits by more.
+# Attention sums cells in memory order, which may vary. A missing or stale cell changes logits by more.
 ROUNDING = 2e-3
 
 
@@ -38,12 +38,12 @@ def load(path: Path, **options: object) -> LanguageModel:
 
 
 def _demo(path: Path) -> Path:
-    """Quantised keys and values need larger heads than tiny models have."""
+    """Use the demo model, because quantised keys and values need larger heads than tiny models have."""
     return Path(shutil.copy(models_folder() / "demo-target-q8_0.gguf", path))
 
 
 class Kind(NamedTuple):
-    """A kind of target. `exit_layer` splits it for LayerSkip; 0 does not split it."""
+    """A kind of target. `exit_layer` splits it for LayerSkip, or is 0 if it is not split."""
 
     write: Callable[[Path], Path]
     options: dict[str, object]
@@ -291,7 +291,7 @@ class TestAttentionWindow:
         for seed in range(90):
             root, *guesses = tokens_for(target, 4, seed)
             tree = TokenTree.chain(root, guesses)
-            # Every round drafts as many tokens as the context has space for.
+            # Every round drafts as many tokens as fit in the context.
             widest = min(view.facts.capabilities.max_width, view.free_tokens)
             view.verify(TokenTree.chain(root, tokens_for(target, widest - 1, seed)))
             target.verify(tree)

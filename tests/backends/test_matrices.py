@@ -1,6 +1,6 @@
 """Matrices of GGUF files are read without loading the model.
 
-Products that ggml computes equal those of NumPy, up to the rounding of the weights' type.
+ggml's products equal those of NumPy, up to the rounding of the weights' type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_matrices_of_heads(dtype: str, error: float) -> None:
     products = GgmlProducts(lambda: 2)
     matrix: NDArray[Any] = MATRIX.astype(np.float16) if dtype == "F16" else MATRIX
     product = products.product(matrix, dtype)
-    # The memory of the last product is used again, whether it is larger or smaller.
+    # The buffer of the last product is reused, whether the next result is larger or smaller.
     for count in (1, 300, 2):
         result = product(ROWS[:count])
         assert result.dtype == np.float32

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
+from edgespec.backends.llamacpp.context_plan import choose_kv_types
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import CancelledError, CapabilityError, OptionError
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import cut, fresh, same, step, tokens_for
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
@@ -33,7 +34,7 @@ KINDS: dict[str, Callable[..., Path]] = {
     "window": write_gemma2,
 }
 RECURRENT = ["mamba", "hybrid", "short convolution", "compressed keys"]
-# Longer than a sliding window of 16 tokens, and repetitive so that prompt lookup finds something.
+# Longer than a sliding window of 16 tokens, and repetitive so that prompt lookup finds matches.
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 3 + [5, 6, 7]
 
 
@@ -128,7 +129,7 @@ def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None
         "mamba": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "hybrid": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "short convolution": 2 * 32 * 4 * (MAX_CHECKPOINTS + 1) * 9,
-        # Of the keys for 4 tokens, of the indexer's, and of those for 128 tokens.
+        # The keys for groups of 4 tokens, the indexer's keys, and the keys for groups of 128 tokens.
         "compressed keys": (8 * 2 * 16 + 8 * 2 * 64 + 128 * 16) * 2 * 4 * (MAX_CHECKPOINTS + 9),
     }
     keys_and_values = {
@@ -226,7 +227,7 @@ def ended(stream: edgespec.ReplyStream) -> edgespec.Reply:
 def replies_of(
     target: Path, draft: Path | None, methods: Sequence[str], prompts: Sequence[Sequence[int]]
 ) -> dict[str, list[edgespec.Reply]]:
-    """Return the replies to all prompts in order, by each method, from one runtime."""
+    """Return the replies of each method to all prompts in order, from one runtime."""
     with edgespec.load(str(target), str(draft) if draft else None, context=512) as runtime:
         return {
             method: [
@@ -248,7 +249,7 @@ def replies_of(
 
 
 class TestReplies:
-    """Speculative replies equal plain ones, over turns that continue, roll back and change the prompt."""
+    """Speculative replies equal plain ones, across turns that continue, roll back and change the prompt."""
 
     PROMPTS = (PROMPT, [*PROMPT, 20, 21], [*PROMPT[:20], 30], PROMPT)
 
@@ -291,3 +292,10 @@ class TestReplies:
             assert cached(longer) >= len(longer) - 4 - 8
             assert cached([*longer[:-1], 50, 51]) <= len(longer) - 1
             assert cached([99, *PROMPT]) == 0
+
+
+def test_keys_and_values_have_the_same_type() -> None:
+    assert choose_kv_types(LoadOptions(), same_type=True).text == "f16"
+    assert choose_kv_types(LoadOptions(kv_type="q8_0"), same_type=True).text == "q8_0"
+    with raises(OptionError, code="option_not_supported", option="kv_type"):
+        choose_kv_types(LoadOptions(kv_type="q8_0/f16"), same_type=True)

@@ -1,4 +1,4 @@
-"""Merged KV cells of a split model equal those of the whole model, so a low-bit copy drafts alike on both."""
+"""Merged KV cells of a split model equal those of the whole model, so a low-bit copy drafts the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then writ
 
 
 class Forms(NamedTuple):
-    """Files of a model: the original, split, and as a low-bit copy."""
+    """Versions of a model: the original, split, and as a low-bit copy."""
 
     whole: Path
     split: Path
@@ -258,7 +258,7 @@ class TestSameReplies:
     def test_replies_equal_plain_decoding_with_equal_acceptance(
         self, demo: Forms, kv_type: str, window: int | None
     ) -> None:
-        """Drafts on the split model are as good as those on the whole model, which begin one token later."""
+        """Drafts on the split model are as good as those on the whole model, which start one token later."""
         how = LowBit(str(demo.copy), 4, window)
         whole, split = (_runtime(model, demo.copy, how) for model in demo.load(kv_type=kv_type))
         with whole, split:

@@ -1,4 +1,4 @@
-"""Facts of models that are not loaded: what their files say, and what a loaded model says of itself."""
+"""Metadata read without loading a model matches the facts of the loaded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.model import load
 from edgespec.errors import ModelFileError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
-from edgespec.methods.model.vocabularies import compare_vocabularies
+from edgespec.methods.model.vocabularies.translation import compare_vocabularies
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import file_type_name, read_gguf_info
@@ -37,7 +37,7 @@ MLX = models_folder() / "demo-mlx"
 
 
 def written(path: Path, architecture: str, tensors: Mapping[str, tuple[int, ...]], **values: int) -> Path:
-    """A GGUF file of zeros with these tensors (slowest dimension first), and numbers of its architecture."""
+    """Write a GGUF file of zeros with these tensors (slowest dimension first) and architecture values."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         writer.add_uint32(f"{architecture}.{key.replace('__', '.')}", value)

@@ -1,4 +1,4 @@
-"""MLX folders whose index, file names or text files are not what mlx-lm expects."""
+"""MLX folders whose index, file names, headers or text files are not what mlx-lm expects."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 
+from edgespec.errors import ModelFileError
+from edgespec.model.formats.mlx_files import read_tensors
+from tests.raising import raises
+
 pytest.importorskip("mlx_lm")
 from safetensors.numpy import load_file, save_file
 
 import edgespec
-from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.errors import EdgespecError
 from edgespec.model.formats.mlx_files import WEIGHTS_INDEX, missing_files, readable_folder, weight_files
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.options.load_options import LoadArguments
 from edgespec.store.catalogue import models_folder
 from edgespec.store.installed import find_installed
 from edgespec.store.reference import resolve
-from tests.raising import raises
 
 DEMO = models_folder() / "demo-mlx-draft"
 OLD = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -48,7 +51,7 @@ def stale_index(folder: Path) -> None:
 
 
 def index_of_the_original(folder: Path) -> None:
-    """The original was not quantised, and had the same layers in other files."""
+    """The index is from the original model, which was not quantised and had its layers in other files."""
     tensors = [name for name in sorted(load_file(folder / "model.safetensors")) if name.endswith(".weight")]
     write_index(folder, {f"language_model.{tensor}": OLD[i % 2] for i, tensor in enumerate(tensors)})
 
@@ -196,3 +199,12 @@ def test_a_damaged_file_is_not_used_as_weights(tmp_path: Path) -> None:
     (folder / "other.safetensors").write_bytes(b"damaged")
     with pytest.raises(ModelFileError):
         weight_files(folder)
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), "x", None, [1], {}])
+def test_a_dimension_that_is_no_integer_is_rejected(size: object, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F16", "shape": [size], "data_offsets": [0, 2]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with raises(ModelFileError, "damaged"):
+        read_tensors(path)

@@ -19,7 +19,7 @@ PASS_SECONDS = 0.05
 
 
 class Passes:
-    """Passes that take some time and record which parts ran together."""
+    """Passes that take some time, and record which parts ran together."""
 
     def __init__(self) -> None:
         self.ran: list[list[int]] = []

@@ -1,8 +1,9 @@
-"""Every backend runs a logits processor that it has never seen, with every kind of draft and rollback.
+"""Every backend runs an unknown logits processor correctly, with every kind of draft and rollback.
 
-The processor below depends on the path: it forbids the last token, prefers tokens by the parity of the
-position and discards a third of the vocabulary at each position. A backend that ignored it, a drafter that
-did not follow it, or a rollback that missed a `pop` would change the tokens.
+The processor depends on the path: it forbids the last token, prefers tokens by the parity of the position,
+and
+discards a third of the vocabulary at each position. A backend that ignored it, a drafter that did not follow
+it, or a rollback that missed a `pop` would change the tokens.
 """
 
 from __future__ import annotations
@@ -95,20 +96,20 @@ def decoded(
 
 
 def half_right(whole: Sequence[int]) -> Saying:
-    """A drafter whose guesses follow `whole`, with a wrong token at every seventh position."""
+    """Return a drafter that drafts `whole`, but with a wrong token at every seventh position."""
     guesses = [token if i % 7 else token ^ 1 for i, token in enumerate(whole)]
     return Saying(lambda tokens, length: guesses[len(tokens) : len(tokens) + length])
 
 
 def draft_model(model: LanguageModel, branches: tuple[int, ...]) -> ModelDrafter:
-    """A draft model with the target's vocabulary and logits that do not depend on the path."""
+    """Return a draft model with the target's vocabulary and logits that do not depend on the path."""
     logits = np.random.default_rng(1).normal(size=(1, model.facts.vocab_size)).astype(np.float32)
     return ModelDrafter(TabularModel(logits), model.facts.vocab_size, branches=branches)
 
 
 @pytest.fixture
 def exact_model(model: LanguageModel) -> LanguageModel:
-    """A model whose logits do not depend on the width of the pass, apart from the last bits."""
+    """Return a model whose logits do not depend on the pass width, apart from the last bits."""
     if ROUNDING.get(model.facts.name, 0.0) > 1e-3:
         pytest.skip("this model rounds differently at other widths")
     return model

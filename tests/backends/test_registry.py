@@ -1,4 +1,4 @@
-"""The registry of backends: what it looks up, and that nothing outside the package compares format names."""
+"""The backend registry: what it looks up, and that no other package compares format names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS = {form.name for backend in backends() for form in backend.formats}
 
 
 def _compared_formats(path: Path) -> list[str]:
-    """Comparisons of a file in which a format's name is an operand, or an item of one."""
+    """Return a file's comparisons in which a format name is an operand, or an item of one."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         operands: list[ast.expr] = []

@@ -1,4 +1,4 @@
-"""`remove_range`: tokens removed from the middle of a cache, later tokens moved down."""
+"""`remove_range` removes tokens from the middle of a cache, and moves later tokens down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loaded(path: Path, **options: str) -> LanguageModel:
 
 @pytest.mark.parametrize("in_a_round", [False, True])
 def test_one_layer_equals_a_cache_without_the_range(tmp_path: Path, in_a_round: bool) -> None:
-    """Keys and values of one layer depend on their own token alone: forgotten is as never been."""
+    """A single layer's keys and values depend only on their own token, so removal leaves no trace."""
     model = loaded(write_llama(tmp_path / "tiny.gguf"))
     tokens = tokens_for(model, 60)
     expected = fresh(model, [*tokens[:4], *tokens[30:]])
@@ -35,7 +35,7 @@ def test_one_layer_equals_a_cache_without_the_range(tmp_path: Path, in_a_round: 
     assert (model.length, model.free_tokens) == (33, 223)
     got = step(model, tokens[-1])
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-2)
-    # And the cache goes on as any other: branches, rollback, more to forget.
+    # The cache still works normally: branches, rollback and further removals.
     model.verify(TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4))
     model.commit((2, 3))
     model.remove_range(10, 20)

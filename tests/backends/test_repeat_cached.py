@@ -25,7 +25,7 @@ COUNT, END = 20, 150
 def test_copies_hold_the_same_values_and_roll_back(
     tmp_path: Path, write: Callable[[Path], Path], kv_type: str
 ) -> None:
-    """Gemma 2 has sliding-window layers. Their window holds the short context, but not the long one."""
+    """Gemma 2 has sliding-window layers. Their window can hold the short context, but not the long one."""
     model = llamacpp.load(
         str(write(tmp_path / "tiny.gguf")),
         "tiny",
@@ -39,7 +39,8 @@ def test_copies_hold_the_same_values_and_roll_back(
     original = model.snapshot(0, COUNT).data
     assert model.repeat_cached(END)
     assert model.length == END
-    # Equal tokens at every place, so any copy can be compared, except for the positions inside.
+    # The tokens are equal at every position, so any copy can be compared, except for the positions stored in
+    # it.
     copy = model.snapshot(COUNT, 2 * COUNT).data
     if model.context.window == 0:
         assert len(copy) == len(original)
@@ -47,7 +48,7 @@ def test_copies_hold_the_same_values_and_roll_back(
         assert 0 < differing.sum() <= COUNT
     else:
         assert model.context.window == 32
-    # The long context is usable as any other, and the short one is still there.
+    # The long context works like any other, and the short one is still in the cache.
     assert np.isfinite(step(model, 7)).all()
     model.verify(TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3))
     model.truncate(COUNT)

@@ -1,4 +1,4 @@
-"""Rollback by checkpoints and replay: the cache equals a fresh prefill, at a bounded cost."""
+"""Rollback by checkpoints and replay leaves the cache as after a fresh prefill, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ acts = st.lists(
 
 
 def row_after(tokens: Sequence[int]) -> list[float]:
-    """The logits after `tokens`, by a table that can do everything."""
+    """Return the logits after `tokens`, from a table model with all capabilities."""
     plain = TabularModel(StateModel()._table)
     plain.prefill(tokens[:-1])
     return plain.verify(TokenTree.chain(tokens[-1])).at(0, EVERY_TOKEN).tolist()  # type: ignore[no-any-return]
@@ -96,7 +96,7 @@ class History:
         try:
             self.model.commit(tuple(range(1, kept)))
         except BackendError:
-            # The tokens of a snapshot are not known, so they cannot be run again.
+            # The tokens of a snapshot are unknown, so they cannot be rerun.
             assert self.inner.reach < 1000
             assert self.saved
             self.kept = []

@@ -39,7 +39,8 @@ from tests.raising import raises
 
 MEDUSA, HYDRA = Layout("medusa"), Layout("hydra", ".pt", grounded=True)
 PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
-# Of the same depth, some with children: as heads must give the same row to some nodes, and others to others.
+# Nodes of equal depth, some with children, so that heads must give some nodes the same row and others
+# different rows.
 TREE = TokenTree((20, 5, 9, 14, 5, 30), (-1, 0, 0, 1, 2, 2), (None,) * 6)
 
 
@@ -91,7 +92,7 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_head(
     model.prefill(tokens[:-1])
     catch_up(view, tokens)
     rows = rows_of(view, tree)
-    # The first token has no hidden state before it. Its own is the first that a head reads.
+    # No hidden state precedes the first token. The first one that a head reads is that of the first token.
     states = log.rows(0, len(tokens) - 1)
     for at in range(tree.width):
         node = at
@@ -100,7 +101,8 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_head(
             path.insert(0, tree.tokens[node])
         expected = target.plain_logits(layout, states, path)
         np.testing.assert_allclose(rows[at], expected, rtol=0, atol=tolerance)
-    # Grown level by level, as drafters do. The kernels for other numbers of rows can round differently.
+    # Grow the tree level by level, as drafters do, because kernels for other row counts can round
+    # differently.
     sizes = [sum(depth <= limit for depth in tree.depths) for limit in range(max(tree.depths) + 1)]
     for begin, end in zip([0, *sizes], sizes, strict=False):
         part = tree.subtree(range(end))
@@ -205,14 +207,14 @@ def test_heads_for_another_target_are_refused(
     with raises(CapabilityError, code="head_mismatch") as caught:
         view_of(model, write_heads(tmp_path, MEDUSA, arrays))
     assert message in caught.value.what
-    # The model keeps no hidden states for the head that was refused.
+    # The model does not log hidden states for the rejected head.
     model.prefill([1, 2, 3])
 
 
 def test_hydra_heads_with_other_attention_heads_are_refused(
     target: Target, model: LanguageModel, tmp_path: Path
 ) -> None:
-    # The keys of a head are smaller than those of a head of the target.
+    # The head's keys are smaller than those of a head made for the target.
     arrays = random_arrays(PREFIX, target.size, target.vocab, Attention(heads=8, kv_heads=1))
     with raises(CapabilityError, code="head_mismatch"):
         view_of(model, write_heads(tmp_path, PREFIX, arrays))
@@ -252,7 +254,7 @@ def test_heads_that_do_not_fit_in_memory_are_refused(target: Target, model: Lang
 def test_no_head_changes_a_reply(target: Target, layout: Layout, branches: Any) -> None:
     head = target.head(layout)
     methods = [layout.method, f"{layout.method}+suffix"]
-    # The last one may say only two tokens, so that random heads are right now and then.
+    # The last reply may use only two tokens, so that random heads are sometimes right.
     asked: list[dict[str, Any]] = [
         {"max_tokens": 16, "temperature": 0.0},
         {"max_tokens": 16, "temperature": 0.8, "seed": 3},
@@ -270,7 +272,7 @@ def test_no_head_changes_a_reply(target: Target, layout: Layout, branches: Any) 
         for method in methods:
             replies = [drafting.generate("the file", method=method, **ask) for ask in asked]
             assert [reply.tokens for reply in replies] == expected
-            # Adaptive trees may not be drafted, because random heads are hardly ever right.
+            # Adaptive trees may draft nothing, because random heads are hardly ever right.
             if branches != "auto":
                 assert all(reply.stats.drafted_tokens for reply in replies)
                 assert replies[-1].stats.accepted_tokens
@@ -280,7 +282,7 @@ def test_no_head_changes_a_reply(target: Target, layout: Layout, branches: Any) 
 @pytest.mark.parametrize("layout", first([HYDRA, MEDUSA]), ids=str)
 def test_heads_that_are_often_right_change_no_reply(target: Target, layout: Layout, tmp_path: Path) -> None:
     prompt = list(range(40, 60))
-    # The replies consist of few different tokens, so that small heads can learn them.
+    # The replies use only a few different tokens, so that small heads can learn them.
     likely = dict.fromkeys((65, 70, 75, 80), 60.0)
     asked: list[dict[str, Any]] = [
         {"max_tokens": 32, "temperature": temperature, "seed": 3, "logit_bias": likely}
@@ -355,7 +357,7 @@ def test_a_pickle_that_calls_functions_is_one_clear_error(target: Target, tmp_pa
 
 
 def test_heads_can_draft_in_another_thread(target: Target, model: LanguageModel) -> None:
-    """As in `edgespec chat`, which loads models in one thread and replies in another."""
+    """`edgespec chat` loads models in one thread and generates replies in another."""
     view = view_of(model, target.head(PREFIX))
     tokens = list(range(10, 40))
     rows = []

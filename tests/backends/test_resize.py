@@ -175,7 +175,7 @@ rounds = st.lists(
 
 
 def test_a_resize_to_the_same_size_keeps_a_pending_rollback(twins: Twins) -> None:
-    """The recurrent state is the one after the accepted tokens, not after the last token of the pass."""
+    """The recurrent state is that after the accepted tokens, not that after the last token of the pass."""
     model, whole, _ = reset(twins)
     tokens = tokens_for(model, 7)
     for one in (model, whole):

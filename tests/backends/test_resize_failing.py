@@ -137,7 +137,7 @@ class TestOutOfMemory:
 
 
 class TestInterrupted:
-    """A KeyboardInterrupt at any call leaves the cache unchanged, at the old or the new size."""
+    """A KeyboardInterrupt at any call leaves the cache unchanged, with the old or the new size."""
 
     @pytest.mark.parametrize("name", ["full", "hybrid", "split, window"])
     def test_an_interrupt_at_any_call_keeps_the_cache(self, name: str, tmp_path: Path) -> None:

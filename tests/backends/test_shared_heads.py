@@ -1,4 +1,4 @@
-"""Heads of several replies at once: each drafts like a head alone, while another reply is being generated."""
+"""Heads of concurrent replies: each drafts as if it were alone while another reply is being generated."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def head_of(target: LanguageModel, head: Head) -> HeadModel:
 
 
 class Neighbour:
-    """Another reply, which a thread generates with its own head until `stop` is called."""
+    """Another reply that a thread generates with its own head until `stop` is called."""
 
     def __init__(self, target: LanguageModel, head: HeadModel) -> None:
         self._target, self._head, self._stopped = target, head, threading.Event()
@@ -150,8 +150,8 @@ def test_a_head_drafts_like_a_fresh_one_while_another_reply_is_generated(
         target.close = close_both  # type: ignore[method-assign]
         return target
 
-    # Beside another reply, the passes of an EAGLE-1 head round by up to 6e-3, in 209 runs of one history.
-    # Another token in its context changes the logits by 0.38 and more.
+    # Next to another reply, passes of an EAGLE-1 head round by up to 6e-3, in 209 runs of one history. A
+    # different token in its context changes the logits by at least 0.38.
     tolerance = 1.5e-2 if pair.head.method == "eagle" else 4e-3
     check_history(load, lambda target: head_of(target, pair.head), rounds, seed, tolerance=tolerance)
 
@@ -189,7 +189,7 @@ def test_a_head_is_not_loaded_during_a_reply_if_that_would_remove_its_tokens(tmp
 
 
 def _two_heads(folder: Path) -> tuple[Pair, Pair]:
-    """Return a target with an EAGLE head, and the same target with a Medusa head, which reads a hook."""
+    """Return a target with an EAGLE head, and the same target with a Medusa head, which uses a hook."""
     medusa = _residual(folder, Layout("medusa"))
     return Pair(medusa.target, Head("eagle", write_eagle(folder / "head.gguf", layers=(0, 1, 2)))), medusa
 

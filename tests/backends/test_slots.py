@@ -32,7 +32,7 @@ from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
 from tests.raising import raises
 
 SLOTS, CONTEXT = 3, 512
-# Attention adds up the cells of a text in the order of their addresses, which depends on the other replies.
+# Attention adds up a text's cells in memory order, which depends on the other replies.
 ROUNDING = 5e-2
 
 Round = tuple[tuple[int, ...], int, int, str]
@@ -131,7 +131,7 @@ def test_slots_equal_separate_contexts_in_many_histories(
 
 @pytest.mark.long
 def test_passes_are_shared(demo_target: Path) -> None:
-    # The passes of the tiny model are too short for several threads to meet in them.
+    # The tiny model's passes are too short for the passes of several threads to coincide.
     models = load_slots(str(demo_target), "demo", LoadOptions(context_tokens=256, parallel=SLOTS))
     others: list[int] = []
 

@@ -62,7 +62,7 @@ def write_substitutes(source: Path, file: Path, layers: Sequence[int], kind: str
 
 
 def write_whole(source: Path, copies: Path, file: Path) -> Path:
-    """Write the model whose weights the drafting model should have."""
+    """Write the model that is expected to draft, with the source's weights and the low-bit copies."""
     model = GgufParts(gguf_files(source))
     tensors = model.tensors | GgufParts([copies]).tensors
     write_gguf(file, model.architecture, model.metadata(0, model.layer_count), tensors)
@@ -206,7 +206,7 @@ def test_kept_weights_are_in_memory_once(real_models: Path, tmp_path: Path) -> N
     draft_logits(view, TokenTree.chain(5, [6, 7, 8]))
     together = _memory_bytes() - before
     kept = path.stat().st_size - saved_bytes(streamable_layers(path))
-    # The rest is the drafting model's vocabulary, KV cache and working buffers.
+    # The rest is the draft model's vocabulary, KV cache and working buffers.
     extra = view.facts.weight_bytes + view.facts.kv_bytes + view.facts.vocab_size * 300 + (24 << 20)
     assert together - alone < extra
     assert extra < kept
@@ -230,7 +230,7 @@ def test_the_temporary_file_and_the_mapping_are_gone(
 
 
 class TestFailures:
-    """The target works on after its drafting model cannot be loaded."""
+    """The target keeps working if its draft model cannot be loaded."""
 
     @pytest.fixture(autouse=True)
     def still_works(self, demo: LanguageModel) -> Iterator[None]:

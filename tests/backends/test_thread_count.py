@@ -1,4 +1,4 @@
-"""The number of threads follows what other programs leave free, and does not change the logits."""
+"""The number of threads adapts to the load from other programs, and does not change the logits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def changing_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def change_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Run each pass from now on with another number of threads, and return the numbers."""
+    """Run all further passes with a different number of threads, and return the numbers."""
     used: list[int] = []
 
     def update(threads: ThreadCount) -> int:
@@ -79,7 +79,7 @@ def use_one_thread(threads: ThreadCount) -> int:
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_replies_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     monkeypatch.setattr(loading, "default_threads", lambda *_: 3)
-    # One thread until the model is loaded: three threads on fewer cores make its trial slow.
+    # Use one thread until the model is loaded, because three threads on fewer cores make its trial slow.
     monkeypatch.setattr(ThreadCount, "update", use_one_thread)
     asked: dict[str, Any] = {"max_tokens": 8, "seed": 3, "temperature": temperature}
     methods = ("none", "model", "suffix", "model+suffix", "auto")

@@ -37,7 +37,7 @@ _known = trial_load._known  # before `conftest.py` replaces it
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen[bytes]]:
-    """Try files as outside of tests, with an empty cache folder. Return the processes that tried files."""
+    """Test files as in production, with an empty cache folder. Return the processes that tested files."""
     monkeypatch.setattr(trial_load, "_known", _known)
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
     started: list[subprocess.Popen[bytes]] = []
@@ -53,7 +53,7 @@ def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess
 
 
 def crashing(folder: Path) -> Path:
-    """Write a whole model whose architecture needs experts, which it does not have."""
+    """Write a complete model whose architecture needs experts, but which has none."""
     return write_llama(folder / "model.gguf", architecture="smallthinker")
 
 
@@ -66,14 +66,14 @@ def load(path: Path, **options: Any) -> str:
 
 
 def results() -> list[Any]:
-    """Return the saved results of trials: whether tokens were decoded, the crash, and the refusal."""
+    """Return the saved trial results: whether tokens were decoded, the crash, and the rejection."""
     return [tuple(value.values()) for value in saved_facts("trial")]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "architecture", "reason"),
-    # A message while loading, a failed assertion while running, and a signal. The long tests try more.
+    # A message while loading, a failed assertion while running, and a signal. The long tests cover more.
     [
         (write_llama, "smallthinker", "n_expert must be > 0"),
         (write_llama, "paddleocr", "GGML_ASSERT(sections"),
@@ -226,7 +226,7 @@ def test_a_slow_trial_is_given_up(
 @pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="CPU time limits are POSIX only")
 def test_a_trial_that_never_ends_blames_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Damaged vocabularies make llama.cpp's tokenizer loop for ever."""
+    """Damaged vocabularies make llama.cpp's tokenizer loop forever."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, -1))\nwhile True: pass"
     monkeypatch.setattr(trial_load, "_CODE", code)
     with raises(BackendError, "time", code="trial_failed"):
@@ -322,7 +322,7 @@ def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, t
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        # On a busy machine, the trial could otherwise end before the command gets the signal.
+        # On a busy machine, the trial could otherwise end before the command receives the signal.
         found[0].suspend()
         process.send_signal(sent)
         found[0].resume()
@@ -341,7 +341,7 @@ def test_a_head_that_crashes_llama_cpp_is_refused(
     assert len(children) == 1
     load(target, method="eagle", head=head)
     assert len(children) == 1  # The results are saved.
-    # A head with its own vocabulary must have an output matrix of its own.
+    # A head with its own vocabulary must have its own output matrix.
     add_tensor = gguf.GGUFWriter.add_tensor
     monkeypatch.setattr(
         gguf.GGUFWriter,

@@ -1,6 +1,6 @@
-"""llama.cpp's layouts of weights: one of them is left out, and a child process finds out whether it works.
+"""llama.cpp's weight layouts: one of them is removed, and a child process tests whether it works.
 
-AMX itself needs a CPU that has it. These tests use the layout `CPU_REPACK` in its place, or a made-up array.
+AMX itself needs a CPU that supports it. These tests use the layout `CPU_REPACK` or a fake array instead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def repacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An array of two layouts as on a CPU with AMX, in place of llama.cpp's own, which stays as it is."""
+    """Replace llama.cpp's array of layouts with a fake one, as on a CPU with AMX, and return it."""
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     names = [AMX, _REPACK]
     array = (ctypes.c_void_p * 3)(1, 2, None)
@@ -76,7 +76,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @needs_repack
 def test_llama_cpp_stops_using_a_layout_that_is_removed(repacked: Path) -> None:
-    """This writes into llama.cpp's own array, so it happens in another process."""
+    """This modifies llama.cpp's own array, so it runs in another process."""
     command = [sys.executable, "-c", _REMOVE, str(repacked), _REPACK]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     (names, buffers), (names_after, buffers_after) = json.loads(done.stdout)
@@ -178,7 +178,7 @@ def test_a_layout_that_works_passes_its_test() -> None:
 
 @needs_repack
 def test_a_layout_that_crashes_fails_its_test() -> None:
-    """llama.cpp never repacks F32 weights, and dereferences a null pointer if it is made to."""
+    """llama.cpp never repacks F32 weights, and dereferences a null pointer if forced to."""
     assert "SIGSEGV" in why_layout_fails(_REPACK, ["F32"])
 
 

@@ -1,4 +1,4 @@
-"""Models that are larger than memory: part of their weights is read from disk in every pass."""
+"""Models larger than memory, part of whose weights are read from disk in every pass."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
-from edgespec.memory import Limit, Streaming
+from edgespec.memory.budget import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.pressure import MemoryPressure
+from edgespec.memory.plan import Streaming
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LanguageModel, LoadOptions
@@ -83,7 +84,7 @@ def model(copy: Path) -> Iterator[LanguageModel]:
 
 @pytest.fixture(scope="module")
 def expected(demo_target: Path) -> list[Rows]:
-    """The logits of a prompt, of two steps and of a wide pass, with all weights in memory."""
+    """Return the logits of a prompt, two steps and a wide pass, with all weights in memory."""
     model = load(str(demo_target), "demo", _OPTIONS)
     rows = _rows(model)
     model.close()
@@ -405,7 +406,7 @@ def test_passes_over_the_first_layers_read_only_these(
 
 
 def test_layers_that_only_draft_are_not_streamed(tmp_path: Path) -> None:
-    """In a model of two files, only the first one tells how many layers there are."""
+    """In a model with two files, only the first one specifies the number of layers."""
     for number, layers in enumerate(((0, 1), (2, 3))):
         writer = gguf.GGUFWriter(tmp_path / f"model-0000{number + 1}-of-00002.gguf", "glm4moe")
         if number == 0:
@@ -420,13 +421,13 @@ def test_layers_that_only_draft_are_not_streamed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_experts_are_streamed(tmp_path: Path, fused: bool) -> None:
-    """Shared experts too, and experts whose gate and up projections are one tensor."""
+    """This includes shared experts, and experts whose gate and up projections are one tensor."""
     path = write_mtp_model(tmp_path / "moe.gguf", "cohere2moe", mtp_layers=0, fuse_experts=fused)
     tensors = [each for each in read_header(path).tensors if re.search(r"1\.ffn_.*_(exps|shexp)", each.name)]
     assert len(tensors) == (5 if fused else 6)
     (layer,) = streamable_layers(path)
     tensor_bytes = sum(4 * int(np.prod(each.shape)) for each in tensors)
-    # Pages at the ends of a tensor that also hold other weights are not streamed.
+    # Pages at the ends of a tensor that also contain other weights are not streamed.
     assert 0 <= tensor_bytes - layer.size_bytes < 2 * mmap.PAGESIZE * len(tensors)
     model = load(str(path), "moe", _OPTIONS)
     expected = _rows(model)
@@ -556,7 +557,7 @@ def test_a_disk_whose_cache_cannot_be_bypassed_leaves_nothing_in_it(
 
 
 def test_the_draft_model_of_a_streamed_target_is_not_mapped(demo_draft: Path) -> None:
-    """The kernel drops mapped weights when memory is short, and the draft model would wait for the disk."""
+    """The kernel evicts mapped weights when memory is low, so the draft model would wait for the disk."""
     for layers in (0, 5):
         options = replace(_OPTIONS, streamed_layers=layers).for_draft()
         model = load(str(demo_draft), "draft", options)
@@ -636,7 +637,7 @@ def test_a_program_that_can_start_few_threads_stops_them(
 def test_a_pass_that_is_complete_ends_before_a_failure_of_the_next_one_is_reported(
     model: LanguageModel, copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader is already reading the first layers for the next pass when the last ones are computed."""
+    """The reader is already reading the first layers for the next pass while the last ones are computed."""
     read_layer, on_layer, layers = WeightStream._read_layer, WeightStream.on_layer, streamable_layers(copy)
 
     def fail(self: WeightStream, layer: Any, *arguments: Any) -> BackendError | None:
@@ -687,7 +688,7 @@ _CARD = Gpu("GPU0", "card", 2**20, 2**20, has_own_memory=True)
 def test_a_model_that_uses_a_gpu_is_not_streamed(
     monkeypatch: pytest.MonkeyPatch, gpu_layers: int | None, cards: list[Gpu], expected: bool
 ) -> None:
-    """A GPU that is no card shares main memory, so a model that is streamed can do without it."""
+    """A GPU without dedicated memory shares main memory, so a streamed model does not need it."""
     monkeypatch.setattr(native.library(), "llama_supports_gpu_offload", lambda: True)
     monkeypatch.setattr(devices, "cards", lambda: cards)
     assert can_stream(gpu_layers) == expected
@@ -826,7 +827,7 @@ class TestPlanning:
 
     def test_replies_are_those_of_plain_decoding(self, smollm2: Path, short_bytes: int) -> None:
         prompt = "Repeat this three times: the quick brown fox jumps over the lazy dog."
-        # With a thread per core, the threads would wait for each other while other tests run.
+        # With one thread per core, the threads would wait for each other while other tests are running.
         options: dict[str, Any] = {"memory": short_bytes, "context": 1024, "threads": 1}
         with edgespec.load(str(smollm2), "none", **options) as runtime:
             assert "read from disk" in runtime.target.notice

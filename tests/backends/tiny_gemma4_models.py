@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes: a random Gemma 4 model, and a random head that shares its KV cache."""
+"""Tiny GGUF files: a random Gemma 4 model, and a random head that shares its KV cache."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Gemma4Shape(NamedTuple):
 
 
 def write_gemma4(path: Path, shape: Gemma4Shape | None = None, *, seed: int = 0, **changes: Any) -> Path:
-    """Write a model of four layers. Every second one has a sliding window.
+    """Write a model of four layers. Every second layer has a sliding window.
 
-    `changes`: other values of the metadata of the architecture.
+    `changes` overrides metadata values of the architecture.
     """
     shape = shape or Gemma4Shape()
     random, windowed = np.random.default_rng(seed), [True, False, True, False]
@@ -59,7 +59,7 @@ def write_gemma4(path: Path, shape: Gemma4Shape | None = None, *, seed: int = 0,
     tensors: Tensors = {
         "token_embd.weight": random_weights(random, vocab, shape.size) * 4,
         "output_norm.weight": ones(shape.size),
-        # The rank is that of the head's output, which can therefore be almost the same.
+        # The rank is that of the head's output, so the logits can be almost the same.
         "output.weight": _head_output(vocab) @ _to_head(shape.size),
     }
     tensors |= _rope_factors(shape)
@@ -85,8 +85,10 @@ def write_gemma4_assistant(
 ) -> Path:
     """Write a head for a model of the same shape.
 
-    windowed: which of its layers have a sliding window. without: the end of the name of a tensor to leave
-    out. changes: other values of the metadata of the architecture.
+    Args:
+        windowed: Which of its layers have a sliding window.
+        without: Name suffix of a tensor to leave out.
+        changes: Metadata values of the architecture to override.
     """
     shape = shape or Gemma4Shape()
     random = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The parts that the tiny GGUF files of the tests have in common: a vocabulary and random layers."""
+"""Parts shared by the tests' tiny GGUF files: a vocabulary and random layers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def finish(writer: gguf.GGUFWriter, tensors: Tensors) -> None:
 
 
 def ends(random: np.random.Generator, vocab: int, norm: str = "output_norm") -> Tensors:
-    """Return embedding, final norm and output head, scaled so that logits differ by a few units."""
+    """Return the embedding, final norm and output head, scaled so that logits differ by a few units."""
     return {
         "token_embd.weight": random_weights(random, vocab, SIZE) * 4,
         f"{norm}.weight": ones(SIZE),

@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes with random draft heads for the models of `tiny_models.py`."""
+"""Tiny GGUF files with random draft heads for the models of `tiny_models.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_eagle(
     size: int = SIZE,
     rotated: int = HEAD,
 ) -> Path:
-    """An EAGLE-3 head for the model that `write_llama` writes. It drafts three quarters of the tokens."""
+    """Write an EAGLE-3 head for the model from `write_llama`. It drafts three quarters of the tokens."""
     random = np.random.default_rng(7)
     writer = open_writer(path, "eagle3", layers=1)
     writer.add_head_count(2)
@@ -82,13 +82,16 @@ def write_dflash(
     value_size: int = HEAD,
     **metadata: int | bool | str,
 ) -> Path:
-    """A DFlash head for the model that `write_llama` writes.
+    """Write a DFlash head for the model from `write_llama`.
 
-    depth: the number of its layers. drafted: it drafts so many of the tokens. rank: the rank of the Markov
-    head, which makes it a DSpark head. candidates: the number of candidates of a
-    DFlash 2 head. sections: it has
-    M-RoPE. window: all layers but the first have a sliding window. metadata: further values of its
-    architecture, such as `sample_from_anchor`.
+    Args:
+        depth: Number of layers.
+        drafted: Number of tokens in the draft vocabulary.
+        rank: Rank of the Markov head, which makes it a DSpark head.
+        candidates: Number of candidates of a DFlash 2 head.
+        sections: Whether it has M-RoPE.
+        window: Whether all layers except the first have a sliding window.
+        metadata: Additional values for its architecture, such as `sample_from_anchor`.
     """
     random = np.random.default_rng(9)
     writer = open_writer(path, "dflash", layers=depth)
@@ -146,7 +149,7 @@ def write_dflash(
 
 
 def _path_selector(random: np.random.Generator, vocab: int, depth: int) -> Tensors:
-    """What a DFlash 2 head has more: the path selector, and convolutions around each part of a layer."""
+    """Return what a DFlash 2 head adds: the path selector, and convolutions around each layer's blocks."""
     tensors = {
         "selector_hidden.weight": random_weights(random, 8, SIZE),
         "selector_predecessor.weight": 8 * random_weights(random, vocab, 8),

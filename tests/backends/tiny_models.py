@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes with random weights, for behaviour that trained models rarely show."""
+"""Tiny GGUF files with random weights, for behaviour that trained models rarely show."""
 
 from __future__ import annotations
 
@@ -65,10 +65,13 @@ def write_llama(
 ) -> Path:
     """Write a transformer.
 
-    long_from: use LongRoPE, with other factors in contexts above this size. pooling: embed texts like this,
-    after adding the EOS token. twins: give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which
-    differ less than their rounding errors. sampling: recommended settings, such as `temp`.
-    general: other `general` keys, such as `basename`.
+    Args:
+        long_from: Use LongRoPE, with other factors in contexts above this size.
+        pooling: Pooling method for embeddings, after adding the EOS token.
+        twins: Give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which differ by less than their
+            rounding errors.
+        sampling: Recommended settings, such as `temp`.
+        general: Other `general` keys, such as `basename`.
     """
     random = np.random.default_rng(seed)
     writer = open_writer(path, architecture, layers=layers, feed_forward=feed_forward, context=context)
@@ -99,7 +102,7 @@ def write_llama(
 
 
 def write_deci(path: Path, *, layers: int, without_feed_forward: int, seed: int = 0) -> Path:
-    """Write a transformer, one of whose layers has no feed-forward block."""
+    """Write a transformer in which one layer has no feed-forward block."""
     random = np.random.default_rng(seed)
     sizes = [0 if layer == without_feed_forward else FEED_FORWARD for layer in range(layers)]
     writer = open_writer(path, "deci", layers=layers, feed_forward=sizes)
@@ -115,13 +118,21 @@ def write_deci(path: Path, *, layers: int, without_feed_forward: int, seed: int 
     return path
 
 
-def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0, layers: int = 2) -> Path:
-    """Write a mixture of experts: two of four experts per token, and two heads that share their keys."""
+def write_moe(
+    path: Path,
+    *,
+    template: str | None = CHATML,
+    seed: int = 0,
+    layers: int = 2,
+    experts: int = EXPERTS,
+    feed_forward: int = FEED_FORWARD,
+) -> Path:
+    """Write a mixture of experts: two experts per token, and two heads that share their keys."""
     random = np.random.default_rng(seed)
-    writer = open_writer(path, "llama", layers=layers)
+    writer = open_writer(path, "llama", layers=layers, feed_forward=feed_forward)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
-    writer.add_expert_count(EXPERTS)
+    writer.add_expert_count(experts)
     writer.add_expert_used_count(2)
     vocab = add_vocabulary(writer, WORDS, template)
     tensors = ends(random, vocab)
@@ -130,10 +141,10 @@ def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0, layer
         tensors |= {
             f"blk.{layer}.attn_norm.weight": ones(SIZE),
             f"blk.{layer}.ffn_norm.weight": ones(SIZE),
-            f"blk.{layer}.ffn_gate_inp.weight": random_weights(random, EXPERTS, SIZE),
-            f"blk.{layer}.ffn_gate_exps.weight": random_weights(random, EXPERTS, FEED_FORWARD, SIZE),
-            f"blk.{layer}.ffn_up_exps.weight": random_weights(random, EXPERTS, FEED_FORWARD, SIZE),
-            f"blk.{layer}.ffn_down_exps.weight": random_weights(random, EXPERTS, SIZE, FEED_FORWARD),
+            f"blk.{layer}.ffn_gate_inp.weight": random_weights(random, experts, SIZE),
+            f"blk.{layer}.ffn_gate_exps.weight": random_weights(random, experts, feed_forward, SIZE),
+            f"blk.{layer}.ffn_up_exps.weight": random_weights(random, experts, feed_forward, SIZE),
+            f"blk.{layer}.ffn_down_exps.weight": random_weights(random, experts, SIZE, feed_forward),
         }
     finish(writer, tensors)
     return path
@@ -178,7 +189,7 @@ def write_gemma3(
 
 
 def write_qwen2vl(path: Path, *, seed: int, words: tuple[str, ...], layers: int) -> Path:
-    """Write a transformer whose tokens have a position for time, row and column each (M-RoPE)."""
+    """Write a transformer whose tokens have positions for time, row and column (M-RoPE)."""
     random = np.random.default_rng(seed)
     writer = open_writer(path, "qwen2vl", layers=layers, context=1024)
     writer.add_head_count(2)
@@ -212,7 +223,7 @@ def _write_gemma(
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)
     vocab = add_vocabulary(writer, words, template)
-    # The embedding is tied to the output. Without a large norm the model would only repeat its input token.
+    # The embedding is tied to the output. Without a large norm, the model would only repeat its input token.
     loud = 20 * ones(SIZE)
     tensors = {"token_embd.weight": random_weights(random, vocab, SIZE) * 4, "output_norm.weight": ones(SIZE)}
     for layer in range(layers):

@@ -1,4 +1,4 @@
-"""Random tensors of the layers that `tiny_mtp_models.py` combines into models."""
+"""Random tensors for the layers that `tiny_mtp_models.py` combines into models."""
 
 from __future__ import annotations
 
@@ -20,29 +20,40 @@ from tests.backends.tiny_gguf import (
     random_weights,
 )
 
-# Sizes of the recurrent layers: of a state, and the number of heads of keys and values.
+# Size of a recurrent layer's state, and its numbers of key and value heads.
 STATE, KEY_HEADS, VALUE_HEADS = 16, 2, 4
-# Sizes of the compressed queries and keys of latent attention, and of the part of a key that is rotated.
+# Sizes of latent attention's compressed queries and keys, and of the rotated part of a key.
 QUERY_RANK, KEY_RANK, ROTATED = 24, 16, 8
 WINDOW = 16
-# The size of an indexer's keys, and the number of tokens that it chooses.
+# Size of an indexer's keys, and number of tokens that the indexer selects.
 INDEX, TOP_TOKENS = 64, 24
-# Residual streams, the groups and the rank of attention's output matrix, and the numbers of tokens that a
-# compressed key of each layer stands for. llama.cpp supports no other numbers of streams and of tokens.
+# Number of residual streams, number of groups and rank of the attention output matrix, and the number of
+# tokens that each layer combines into a compressed key. llama.cpp supports no other numbers of streams and
+# tokens.
 STREAMS, GROUPS, OUTPUT_RANK, RATIOS = 4, 2, 8, (4, 128)
 
 
 class Shape(NamedTuple):
-    """What the layers of an architecture consist of.
+    """The components of an architecture's layers.
 
-    norm: the norm before the feed-forward block. experts: from the second layer on. shared_gate: for the
-    expert that all tokens share. biased: the choice of experts. qk_norms: of queries and keys. gated: each
-    query has a gate. delta: the first layer is a gated delta net. window: the first layer has a sliding
-    window. fused: queries, keys and values are one matrix. latent: keys and values are one vector. indexer:
-    it chooses which tokens are attended to. kda: the first layer is Kimi delta attention, and the heads of
-    the others have gates. hyper: there are several residual streams, and the layers attend to a window and to
-    compressed keys of the tokens before it. mamba: the first layer is a Mamba 2 mixer, the second attention,
-    and only the layers after them have a feed-forward block, whose experts have no gate.
+    Attributes:
+        norm: The norm before the feed-forward block.
+        experts: Whether layers from the second onwards have experts.
+        shared_gate: Whether the shared expert has a gate.
+        biased: Whether the router has a bias.
+        qk_norms: Whether queries and keys are normalised.
+        gated: Whether each query has a gate.
+        delta: Whether the first layer is a gated delta net.
+        window: Whether the first layer has a sliding window.
+        fused: Whether queries, keys and values are one matrix.
+        latent: Whether keys and values are one vector.
+        indexer: Whether an indexer selects the tokens to attend to.
+        kda: Whether the first layer is Kimi delta attention, and the other layers' heads have gates.
+        hyper: Whether there are several residual streams, and layers attend to a window and to compressed
+        keys
+            of earlier tokens.
+        mamba: Whether the first layer is a Mamba 2 mixer and the second one attention. Only the layers after
+            them have a feed-forward block, and its experts have no gate.
     """
 
     norm: str | None = "ffn_norm"
@@ -232,7 +243,7 @@ def hyper_connection(random: np.random.Generator, name: str, mixes: int, scales:
 
 
 def predictor(random: np.random.Generator, layer: int) -> Tensors:
-    """Return what joins an embedding and a hidden state.
+    """Return the tensors that combine an embedding and a hidden state.
 
     The embedding passes through almost unchanged, so that a random layer is sometimes right.
     """

@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes with random weights and layers for multi-token prediction (MTP)."""
+"""Tiny GGUF files with random weights and multi-token prediction (MTP) layers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def write_mtp_model(
 
 
 def write_deepseek4(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
-    """Write a model with several residual streams and compressed keys, without layers for MTP."""
+    """Write a model with several residual streams and compressed keys, without MTP layers."""
     return write_mtp_model(path, "deepseek4", template=template, seed=seed, mtp_layers=0)
 
 
@@ -192,13 +192,13 @@ def _add_hyper_sizes(writer: gguf.GGUFWriter, mtp_layers: int) -> None:
 
 
 def _quiet(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Let layers add little to their input, so that the next token depends mostly on the last one."""
+    """Make layers add little to their input, so that the next token depends mostly on the last one."""
     loud = any(part in name for part in ("attn_output", "ffn_down", "ssm_out"))
     return tensor * np.float32(0.3) if loud else tensor
 
 
 def write_mtp_sidecar(path: Path, model: Path, **changes: int | Sequence[int]) -> Path:
-    """Write the MTP layers of a model to a file of their own. `changes`: other values of the metadata."""
+    """Write a model's MTP layers to a separate file. `changes` overrides metadata values."""
     reader = gguf.GGUFReader(model)
     architecture = reader.fields["general.architecture"].contents()
     blocks, count = (

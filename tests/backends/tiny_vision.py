@@ -1,4 +1,4 @@
-"""Vision models of a few kilobytes with random weights: a language model and its projector (mmproj file)."""
+"""Tiny vision models with random weights: a language model and its projector (mmproj file)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["KINDS", "VisionKind", "VisionModel", "jpeg_bytes", "picture", "png_b
 VisionKind = Literal["llava", "gemma3", "qwen2.5vl"]
 KINDS: tuple[VisionKind, ...] = ("llava", "gemma3", "qwen2.5vl")
 
-# Sizes of the image encoder: its embedding, its feed-forward block, and a patch in pixels.
+# Sizes of the image encoder: its embedding, its feed-forward block and a patch in pixels, and its layer
+# count.
 _WIDTH, _INNER, _PATCH, _LAYERS = 32, 48, 14, 2
 _MARKERS: dict[VisionKind, tuple[str, ...]] = {
     "llava": (),
@@ -100,7 +101,7 @@ def _layers(random: np.random.Generator, *, gated: bool = False) -> Tensors:
 
 
 def _write_llava(path: Path, random: np.random.Generator) -> None:
-    """Write CLIP with a class token and an MLP of two layers: 9 tokens per image, one position each."""
+    """Write CLIP with a class token and a two-layer MLP: 9 tokens per image, with one position each."""
     side = 3
     tensors = {
         "v.patch_embd.weight": _patches(random),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgespec.bench import Measurement, MethodConfig
+from edgespec.bench.runs import Measurement, MethodConfig
 from edgespec.decode.reply import MethodReport, Reply
 from edgespec.engine.stats import Stats
 
@@ -23,7 +23,7 @@ def row(
     tokens: tuple[int, ...] = tuple(range(TOKENS)),
     **counted: Any,
 ) -> Measurement:
-    """A reply that took so long for each token, and nothing for its prompt."""
+    """Return a reply with this time per token, and no time for its prompt."""
     seconds = seconds_per_token * len(tokens)
     stats = Stats(
         generated_tokens=len(tokens),

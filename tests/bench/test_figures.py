@@ -1,4 +1,4 @@
-"""MethodFigures of replies whose figures are known, and the statistics that they use."""
+"""Test MethodFigures with replies whose figures are known, and the statistics that they use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench import Measurement, MethodConfig
 from edgespec.bench.figures import (
     MethodFigures,
     figures,
@@ -20,6 +19,7 @@ from edgespec.bench.figures import (
     typical,
     worst,
 )
+from edgespec.bench.runs import Measurement, MethodConfig
 from edgespec.decode.reply import MethodReport
 from tests.bench.making import TOKENS, row
 
@@ -31,7 +31,7 @@ PLAIN, AUTO, MODEL, SUFFIX = (
 )
 WAYS = (PLAIN, AUTO, MODEL, SUFFIX)
 
-# Seconds for a token of each config. The best fixed: model on a, suffix on b, plain on c.
+# Seconds per token of each configuration. The best fixed ones are model on a, suffix on b, and plain on c.
 SECONDS = {
     "a": {PLAIN: 1.0, AUTO: 0.5, MODEL: 0.25, SUFFIX: 1.0},
     "b": {PLAIN: 2.0, AUTO: 0.5, MODEL: 2.0, SUFFIX: 0.5},
@@ -43,7 +43,7 @@ repeats = st.lists(ratio, min_size=1, max_size=4)
 
 
 def rows(repeats: int = 2) -> list[Measurement]:
-    """Every reply twice, the second time on a machine that is three times as slow."""
+    """Return every reply twice, the second time from a machine that is three times as slow."""
     return [
         row(
             prompt,

@@ -1,4 +1,4 @@
-"""Pictures of a report: in lines of text, and as PNG files that hold something."""
+"""Pictures of a report, as text and as non-empty PNG files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench import BenchReport, MethodConfig
 from edgespec.bench.charts import Bar, bar_chart, charts, check_plots, save_plots
-from edgespec.bench.figures import figures, oracle_comparisons
+from edgespec.bench.figures import BenchReport, figures, oracle_comparisons
+from edgespec.bench.runs import MethodConfig
 from edgespec.errors import BackendMissingError
 from edgespec.methods.costs.curve import CostCurve
 from tests.bench.making import row

@@ -1,4 +1,4 @@
-"""The order of replies lets drift cancel, and the prompts that come along are what they are said to be."""
+"""The order of replies cancels drift, and the bundled prompts are as documented."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Message
-from edgespec.bench import BenchPlan, MethodConfig, bench_prompts, method_configs
+from edgespec.bench.runs import BenchPlan, MethodConfig, bench_prompts, method_configs
 from edgespec.errors import OptionError
-from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
 from tests.raising import raises
 
 
@@ -44,7 +44,7 @@ def test_of_two_repeats_one_runs_backwards(count: int, configs: int, temperature
         assert Counter(each.configs) == Counter(plan.configs)
         for place, config in enumerate(each.configs):
             places[each.prompt.name, each.temperature, each.repeat // 2, config].append(place)
-    # The same place on average in every two repeats: what grows steadily within a round cancels.
+    # The average position over every two repeats is the same, so gradual changes within a round cancel.
     assert all(sum(both) == configs - 1 for both in places.values())
     assert sum(len(each.configs) for each in rounds) == plan.replies
 

@@ -1,4 +1,4 @@
-"""Replies are measured one by one, each as if it were the first; what ends a run keeps what there is."""
+"""Replies are measured one by one, each as if it were the first. An interrupted run keeps its results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from edgespec import Message, Runtime
-from edgespec.bench import BenchPlan, BenchRun, make_report, method_configs, run
+from edgespec.bench.figures import make_report
+from edgespec.bench.runs import BenchPlan, BenchRun, method_configs, run
 from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
-from edgespec.losslessness import Prompt
+from edgespec.losslessness.cases import Prompt
 from edgespec.model.base import Progress
 from tests.tables import near, runtime, table
 from tests.tabular import TabularModel
@@ -85,7 +86,7 @@ def test_every_reply_reads_its_prompt_anew(pair: Runtime, draft: Counting) -> No
     model = method_configs(["model", "model"], [2, 3])
     found = run(pair, plan(prompts=PROMPTS[:1], configs=model, temperatures=(0.0,)))
     assert {row.reply.stats.cached_prompt_tokens for row in found.rows} == {0}
-    # The draft reads the prompt but its last token: once to warm up, and for every reply it guesses in.
+    # The draft model reads the prompt except its last token: once for warm-up, and for every drafted reply.
     drafted = [row for row in found.rows if row.config.method == "model"]
     prompt_tokens = drafted[0].reply.stats.prompt_tokens
     assert draft.read.count(prompt_tokens - 1) == len(drafted) + 1
@@ -111,7 +112,7 @@ def test_the_rows_as_scripts_read_them(pair: Runtime) -> None:
 
 
 def cut_after(count: int, pair: Runtime, wanted: BenchPlan) -> BenchRun:
-    """A run that a person ends while the reply after so many is written."""
+    """Return a run that the user stops while a reply is generated, after `count` finished ones."""
     done: list[str] = []
 
     def progress(what: str, fraction: float) -> bool:
@@ -139,7 +140,7 @@ def test_an_end_before_anything_was_measured(pair: Runtime) -> None:
 
 
 def test_a_reply_that_is_being_written_is_cut_short(pair: Runtime) -> None:
-    """From another thread, as Ctrl-C does it: such a reply is none."""
+    """The run is cancelled from another thread, as with Ctrl-C, and this reply is discarded."""
     wanted, asked = plan(), []
 
     def progress(what: str, fraction: float) -> bool:

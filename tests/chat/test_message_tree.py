@@ -1,4 +1,4 @@
-"""Trees of messages: no operation loses a message, and saving and loading changes nothing."""
+"""No operation on message trees loses a message, and saving and loading changes nothing."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ class TestControlTokens:
         ]
         settings = TemplateSettings(({"type": "function", "function": function},))
         tokens = builder.build(messages, None, settings).tokens
-        # The template has no tools, so they are in a system prompt, and the result is from the user.
+        # The template does not support tools, so they are in a system prompt, and the result is a user
+        # message.
         assert tokens.count(START) == 5
         assert tokens.count(STOP) == 4
         text = b"".join(vocabulary.piece(token) for token in tokens).decode()
@@ -141,7 +142,7 @@ class TestWhatWasSaid:
     def test_a_reply_with_more_control_tokens_than_its_text_is_tokenized_again(
         self, builder: PromptBuilder, vocabulary: Vocabulary
     ) -> None:
-        """Otherwise, a marker before an answer would stay in prompts whose template leaves it out."""
+        """Otherwise, a marker before an answer would stay in prompts even if the template leaves it out."""
         builder.remember(builder.build(user("the file")), [START, 3 + ord("a"), STOP])
         messages = [*user("the file"), Message("assistant", "a"), *user("more")]
         fresh = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), vocabulary)
@@ -174,7 +175,7 @@ class TestWhatWasSaid:
         assert tokens.count(START) == 4
 
     def test_text_that_may_merge_with_the_reply_is_tokenized_again(self, vocabulary: Vocabulary) -> None:
-        """Without a control token after a reply, what follows might tokenize together with it."""
+        """Without a control token after a reply, the following text might merge with its last token."""
         plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
         builder = PromptBuilder(ChatTemplate(plain, "<s>", "</s>"), vocabulary)
         prompt = builder.build(user("the file"))
@@ -279,7 +280,7 @@ class TestLongChats:
         assert prompt.tokens == PromptBuilder(template, vocabulary).build(kept).tokens
 
     def test_a_template_that_adds_much_text_still_fits(self, vocabulary: Vocabulary) -> None:
-        """The estimates do not know of text that only some messages get."""
+        """The estimates do not include text that the template adds only to some messages."""
         source = CHATML.replace("{% for", "{% set extra = 'the list ' * 100 %}{% for").replace(
             "{{ message.content }}",
             "{% if 'x' in message.content %}{{ extra }}{% endif %}{{ message.content }}",

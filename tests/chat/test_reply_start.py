@@ -1,4 +1,4 @@
-"""A continued reply keeps its answer and its reasoning, in the form in which the model writes them."""
+"""A continued reply keeps its answer and its reasoning, in the format that the model uses."""
 
 from __future__ import annotations
 

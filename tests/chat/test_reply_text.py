@@ -23,7 +23,7 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "END"}}\n</tool_call>
 
 
 def said(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> tuple[str, list[str], int]:
-    """Feed pieces as tokens: (the text, what each token showed, how many were taken)."""
+    """Feed pieces as tokens. Return the text, the text shown by each token, and the number of tokens fed."""
     text = ReplyText(lambda token: pieces[token], lambda token: token == END, stop_searches(stop, None))
     taken = 0
     for token in range(len(pieces)):
@@ -192,11 +192,11 @@ def cut(
         ("<think>\nThe END\n</think>\n\nYes END no", ["END"], "<think>\nThe END\n</think>\n\nYes "),
         ("<think>\nHm\n</think>\n\nYes", ["think"], "<think>\nHm\n</think>\n\nYes"),
         ("<think>\nHm", ["m", "H"], "<think>\nHm"),
-        # A stop string does not begin in the reasoning, or in the space before the answer.
+        # A stop string does not match in the reasoning, or in the whitespace before the answer.
         ("<think>\nHm\n</think>\n\nYes", ["\n\nYes"], "<think>\nHm\n</think>\n\nYes"),
         ("<think>\nHm E</think>ND no", ["END"], "<think>\nHm E</think>ND no"),
         ("<think>\nHm</think>\n\nEND", ["END"], "<think>\nHm</think>\n\n"),
-        # A marker in a stop string says that it is meant for the reasoning.
+        # A stop string that contains a marker is meant for the reasoning.
         ("<think>\nHm</think>\n\nYes", ["</think>"], "<think>\nHm"),
         ("<think>\nHm</think>\n\nYes", ["Y", "m</think>"], "<think>\nH"),
         ("<thin END", ["END"], "<thin "),

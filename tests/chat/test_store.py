@@ -75,7 +75,7 @@ def test_images_are_read_only_when_a_chat_is_opened(
     for minute in range(1, 4):
         changed = replace(saved, updated=NOON + timedelta(minutes=minute))
         saved = store.save_after(changed, saved.updated)
-    # Another program has not read the file before, and changes it too.
+    # Another program has not read the file yet, and changes it too.
     other = ChatStore(store.folder)
     (found,) = other.list()
     assert found.text == "What is this?\nphoto.png\n\nA photo."

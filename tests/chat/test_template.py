@@ -1,4 +1,4 @@
-"""Chat templates: rendering, the sandbox, and errors."""
+"""Chat templates: rendering, earlier reasoning, the sandbox, and errors."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from edgespec.errors import CancelledError, ClosedError, TemplateError
 from tests.backends.tiny_models import CHATML
 from tests.cases import first
 from tests.raising import raises
+from tests.reasoning_templates import DEEPSEEK_R1, GLM_4_7, GPT_OSS, LING_3, MAGISTRAL, QWEN_3, SEED_OSS
 
 USER = Message("user", "Hello")
 TEXT = "{{ messages[0].content }}"
@@ -140,7 +141,7 @@ DOUBLING = (
     "{% set n = namespace(s='xxxxxxxx') %}"
     "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
 )
-# Some of these templates exceed one of two limits, depending on the machine.
+# Some of these templates exceed one limit or another, depending on the machine.
 HOSTILE = {
     "a long number": "{{ (10**5000)|string }}",
     "a huge power": "{{ 10**(10**10) }}",
@@ -355,3 +356,41 @@ class TestProcess:
                 return
             time.sleep(0.1)
         raise AssertionError("the child process outlives its parent")
+
+
+TALK = (Message("user", "Q1"), Message("assistant", "ANSWER", "REASONING"), Message("user", "Q2"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", [QWEN_3, DEEPSEEK_R1, GLM_4_7, MAGISTRAL, GPT_OSS])
+def test_templates_that_leave_earlier_reasoning_out(source: str) -> None:
+    prompt = ChatTemplate(source, "<s>", "</s>").render(TALK)
+    assert "ANSWER" in prompt
+    assert "REASONING" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("source", "reply"),
+    [
+        (LING_3, "<think>REASONING</think>ANSWER<|role_end|>"),
+        (SEED_OSS, "<seed:think>REASONING</seed:think>\nANSWER<seed:eos>"),
+    ],
+)
+def test_templates_that_keep_earlier_reasoning(source: str, reply: str) -> None:
+    assert reply in ChatTemplate(source, "<s>", "</s>").render(TALK)
+
+
+def test_a_message_without_reasoning_looks_as_before() -> None:
+    """Templates tell a missing `reasoning_content` from an empty one."""
+    assert Message("assistant", "ANSWER").for_template() == {"role": "assistant", "content": "ANSWER"}
+    inline = Message("assistant", "<think>\nREASONING\n</think>\n\nANSWER")
+    prompt = ChatTemplate(QWEN_3, "<s>", "</s>").render([TALK[0], inline, TALK[2]])
+    assert "<|im_start|>assistant\nANSWER<|im_end|>" in prompt
+    assert "REASONING" not in prompt
+
+
+def test_the_first_message_keeps_its_place_without_a_system_role() -> None:
+    source = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + LING_3
+    prompt = ChatTemplate(source, "<s>", "</s>").render([Message("system", "S"), *TALK])
+    assert "<role>HUMAN</role>S\n\nQ1<|role_end|>" in prompt
+    assert "<think>REASONING</think>ANSWER" in prompt

@@ -1,4 +1,4 @@
-"""Conversations reach the prompt whole, whatever form and order of messages a chat template expects."""
+"""Conversations reach the prompt in full, whatever message format and order a template expects."""
 
 from __future__ import annotations
 

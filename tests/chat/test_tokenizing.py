@@ -1,4 +1,4 @@
-"""Tokenizing texts of any length: waits that can be cancelled, and refusals by size."""
+"""Tokenizing texts of any length: waits can be cancelled, and oversized texts are rejected."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_cannot_fit_is_refused_by_its_size() -> None:
     [("the file", 1), ("<s>the file", 1), ("<s><s>the file", 2), ("the <s> file", 2), ("", 1)],
 )
 def test_a_raw_prompt_gets_no_second_start_token(prompt: str, starts: int, tmp_path: Path) -> None:
-    """Many clients render the template themselves, with the BOS token that it begins with."""
+    """Many clients render the template themselves, including the BOS token at its start."""
     weights = load_vocabulary(str(write_llama(tmp_path / "model.gguf")))
     vocabulary = LlamaVocabulary(weights)
     try:

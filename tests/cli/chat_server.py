@@ -23,7 +23,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 class Server(NamedTuple):
-    """A running server: its process, its address with the key, and the data folder of its chats."""
+    """A running server: its process, its address with the key, and its data folder for chats."""
 
     process: subprocess.Popen[bytes]
     address: str

@@ -1,4 +1,4 @@
-"""Ways to run the command line: in this process, and as a process of its own."""
+"""Run the command line in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from edgespec.cli.failures import error_json
 from edgespec.cli.program import program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Settings with which a process does not try and measure the passes of its models, which takes most of the
-# time of loading them. Tests that compare replies must not use them.
+# Settings that skip the trial and measurement of a model's passes, which take most of the loading time. Tests
+# that compare replies must not use them.
 NO_TRIALS = {"EDGESPEC_EXACTNESS": "off", "EDGESPEC_MEASURE_COSTS": "false"}
 
 Run = Callable[..., Result]
@@ -30,7 +30,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home folder with nothing in it, and no cache but an empty one."""
+    """Use an empty home folder and an empty cache."""
     home = tmp_path / "home"
     home.mkdir()
     for name in (
@@ -53,7 +53,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ctrl_c_is_heard() -> Iterator[None]:
-    """Whatever started the tests may have switched Ctrl-C off, as a shell does for what it puts aside."""
+    """The program that started the tests may have disabled Ctrl-C, as a shell does for background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -61,7 +61,7 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Run:
-    """Run a command in this process. One thread computes: tests share the cores with others."""
+    """Run a command in this process, with one compute thread, because tests share the cores."""
 
     def run(*args: str, **settings: Any) -> Result:
         threads = ["--threads", "1"] if args and args[0] in ("generate", "verify") else []
@@ -72,9 +72,9 @@ def run() -> Run:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a command as a process of its own, with pipes. It does not outlive the test.
+    """Start a command in a separate process with pipes. The process does not outlive the test.
 
-    `trials`: try and measure the passes of models, as by default outside of tests.
+    If `trials` is set, models' passes are tried and measured, as by default outside of tests.
     """
     started = ExitStack()
 
@@ -87,7 +87,7 @@ def start() -> Iterator[Start]:
             stdin=settings.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Whoever runs the tests in the background has switched Ctrl-C off.
+            # A shell that runs the tests in the background makes its programs ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
             **settings,
         )
@@ -100,9 +100,11 @@ def start() -> Iterator[Start]:
 
 
 def one_line_error(result: Result, status: int, *quoted: object, code: str = "") -> str:
-    """The error of a command that failed as the contract says: one line, no traceback, JSON only with --json.
+    """Return the one-line error of a failed command, after checking the error contract.
 
-    `quoted` are values in the line, and `code` is the code of the error.
+    There must be no traceback, and JSON only with --json. `quoted` are values in the line, and `code` is the
+    error
+    code.
     """
     assert result.exit_code == status, result.output
     assert result.stdout == "" or json.loads(result.stdout).keys() == {"error"}

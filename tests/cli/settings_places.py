@@ -13,7 +13,7 @@ from tests.cli.conftest import Run, json_of
 
 @pytest.fixture
 def file(own_home: Path) -> Path:
-    """Where the settings are looked for; the folder is there, the file is not."""
+    """Return the path of the settings file. The folder exists, but the file does not."""
     path = own_home / "config" / "config.toml"
     path.parent.mkdir()
     return path

@@ -1,13 +1,16 @@
-"""Whatever is wrong: one line with the next step, exit status 1 or 2, no traceback."""
+"""Whatever is wrong, or oddly named: one printable line with the next step, status 1 or 2, no traceback."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import struct
 from pathlib import Path
 
 import pytest
 
 import edgespec
+from edgespec.store.catalogue import models_folder
 from tests.cli.conftest import ROOT, Run, one_line_error
 
 TARGET = ROOT / "models" / "demo-target-q8_0.gguf"
@@ -124,3 +127,24 @@ def test_verify_rejects_prompts_that_cannot_be_read(run: Run, tmp_path: Path) ->
     file.write_text('{"prompt": "fine"}\nnot json\n')
     one_line_error(run("verify", "--prompts", str(file)), 2, "line 2", code="option_invalid")
     one_line_error(run("verify", "--prompts", str(tmp_path / "none.jsonl")), 2, code="file_not_read")
+
+
+STEERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+ODD = "a 'b\n\"c 🙂\x1b]0;owned\x07\u202egnp.gguf"
+
+
+@pytest.mark.parametrize(
+    "words", [("plan",), ("plan", "--memory", "1MiB"), ("models", "show"), ("generate", "hi")]
+)
+def test_a_file_may_be_called_anything(words: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    path = tmp_path / ODD
+    shutil.copyfile(models_folder() / "demo-draft-q8_0.gguf", path)
+    options = [str(path)] if words[0] == "models" else ["--target", str(path), "--draft", "none"]
+    if words[0] == "generate":
+        path.write_bytes(b"GGUF")  # the error names it
+    done = run(*words, *options)
+    assert done.exit_code == (1 if words[0] == "generate" else 0), "a plan that does not fit is an answer"
+    said = done.stdout + done.stderr
+    assert "🙂]0;ownedgnp.gguf" in said
+    assert not STEERS.search(said)
+    assert "'b\n" not in said, "a name is one line"

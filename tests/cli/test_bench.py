@@ -1,4 +1,4 @@
-"""`edgespec bench`: tables, JSON and pictures of real replies, and what was measured before a Ctrl-C."""
+"""`edgespec bench`: tables, JSON and pictures of real replies, and partial results after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from edgespec import Runtime, bench
+from edgespec import Runtime
+from edgespec.bench import figures, runs
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.model.base import Progress
 from tests.cli.conftest import Run, json_of, one_line_error
@@ -31,7 +32,7 @@ def prompts(tmp_path: Path) -> str:
 
 @pytest.fixture
 def quick(prompts: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Two prompts and eight tokens; what passes cost is measured in tests of its own."""
+    """Use two prompts and eight tokens. Other tests measure pass costs."""
     curve = CostCurve((1, 2, 4), (0.001, 0.0012, 0.002))
     monkeypatch.setattr(Runtime, "measure_costs", lambda self, progress: curve)
     return ("bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8")
@@ -170,17 +171,17 @@ def test_who_guessed_nothing_is_named(run: Run, quick: tuple[str, ...]) -> None:
 def test_a_method_that_drafted_nothing_is_not_called_the_fastest(
     run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def altered(*args: Any, **options: Any) -> bench.BenchReport:
+    def altered(*args: Any, **options: Any) -> figures.BenchReport:
         found = real(*args, **options)
         speeds = {"auto": (3.0, 0), "suffix": (2.0, 5), "none": (1.0, 0)}
-        figures = []
+        changed = []
         for each in found.figures:
             speed_up, drafted = speeds[each.config.method]
-            figures.append(replace(each, speed_up=speed_up, drafted_tokens=drafted))
-        return replace(found, figures=tuple(figures))
+            changed.append(replace(each, speed_up=speed_up, drafted_tokens=drafted))
+        return replace(found, figures=tuple(changed))
 
-    real = bench.make_report
-    monkeypatch.setattr(bench, "make_report", altered)
+    real = figures.make_report
+    monkeypatch.setattr(figures, "make_report", altered)
     result = run(*quick, "--methods", "auto,suffix", "--temperatures", "0", "--repeats", "1")
     assert "The fastest method is suffix: speed-up 2.00x" in result.stdout
 
@@ -189,11 +190,11 @@ def test_a_method_that_drafted_nothing_is_not_called_the_fastest(
 def test_without_replies_no_memory_is_reported(
     run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def empty(*args: Any, **options: Any) -> bench.BenchRun:
+    def empty(*args: Any, **options: Any) -> runs.BenchRun:
         return replace(real(*args, **options), rows=(), ending="time")
 
-    real = bench.run
-    monkeypatch.setattr(bench, "run", empty)
+    real = runs.run
+    monkeypatch.setattr(runs, "run", empty)
     result = run(*quick, "--methods", "ngram", "--temperatures", "0", "--repeats", "1")
     assert result.exit_code == 0
     assert "Peak memory" not in result.stdout
@@ -219,11 +220,11 @@ def test_time_that_is_over_is_no_failure(run: Run, quick: tuple[str, ...]) -> No
 def test_a_failure_half_way_is_told_after_what_was_measured(
     run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*args: Any, **options: Any) -> bench.BenchRun:
+    def failing(*args: Any, **options: Any) -> runs.BenchRun:
         return replace(real(*args, **options), ending="failed", error="the device is gone; plug it in")
 
-    real = bench.run
-    monkeypatch.setattr(bench, "run", failing)
+    real = runs.run
+    monkeypatch.setattr(runs, "run", failing)
     result = run(*quick, "--methods", "ngram", "--temperatures", "0", "--repeats", "1")
     assert result.exit_code == 1
     assert "incomplete: 4 of 4 replies (an error occurred)" in result.stdout

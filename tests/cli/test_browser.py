@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.browser, needs_proc]
 QUESTION = "How do I count the lines of a file?"
 READY = "Enter sends"
 WAIT_SECONDS = 60
-# xterm.js draws on a canvas, and the page keeps its terminal in a local variable. The terminal sets this
-# attribute of itself, which gives the tests access to it.
+# xterm.js draws on a canvas, and the page keeps its terminal in a local variable. The terminal exposes itself
+# through this attribute, which gives the tests access to it.
 _FIND_TERMINAL = """
 Object.defineProperty(Object.prototype, "_addonManager", {
   set(value) {
@@ -78,7 +78,7 @@ async def context(browser: Browser, server: Server) -> AsyncIterator[BrowserCont
 
 
 async def screen(page: Page) -> list[str]:
-    """Return the rows of the terminal in a page, none while the page is loading."""
+    """Return the rows of a page's terminal, or none while the page is loading."""
     rows: list[str] = await page.evaluate(_SCREEN)
     return rows
 
@@ -109,7 +109,7 @@ async def opened(context: BrowserContext, server: Server) -> Page:
 
 
 async def bright_pixels(page: Page) -> int:
-    """Return how many pixels of the page's lower quarter, with the input of the chat, are not dark."""
+    """Return how many pixels in the page's lower quarter, where the chat's input is, are not dark."""
     picture = PIL.Image.open(io.BytesIO(await page.screenshot())).convert("L")
     lower = picture.crop((0, picture.height * 3 // 4, *picture.size))
     return sum(lower.histogram()[100:])

@@ -50,6 +50,17 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     return notes
 
 
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of the last call of `load`, which loads nothing."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(edgespec, "load", lambda **given: options.update(given))
+    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
+    # Other test processes may have loaded the model.
+    monkeypatch.setattr(client, "find_shared", lambda *_: None)
+    return options
+
+
 @pytest.mark.parametrize("terminal", ["dumb", ""])
 def test_terminal_that_cannot_draw_gets_the_plain_chat(
     run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, terminal: str
@@ -224,12 +235,8 @@ class TestRememberedModels:
         assert not opened.options["fallback_note"]
 
     def test_a_saved_chat_opens_with_its_load_options(
-        self, run: Run, opened: Opened, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+        self, run: Run, opened: Opened, store: ChatStore, loaded: dict[str, Any]
     ) -> None:
-        loaded: dict[str, Any] = {}
-        monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
-        monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
-        monkeypatch.setattr(client, "find_shared", lambda *_: None)
         now = datetime.now(UTC)
         options: dict[str, Setting] = {"context": 768, "kv_type": "f16", "memory": "much", "unknown": 1}
         models = ModelReferences("demo", "none", options)
@@ -339,12 +346,8 @@ def test_a_folder_with_the_name_of_a_model_does_not_replace_it(
 
 
 def test_options_kept_from_another_model_go_to_load_and_plan(
-    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, loaded: dict[str, Any]
 ) -> None:
-    loaded: dict[str, Any] = {}
-    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
-    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
-    monkeypatch.setattr(client, "find_shared", lambda *_: None)
     run("chat", "--target", "demo", "--context", "512", "--head", "none")
     opened.options["load_other"]("demo-draft", None, {"context": 768})(lambda *_: True)
     assert (loaded["target"], loaded["context"]) == ("demo-draft", 768)
@@ -365,12 +368,7 @@ def test_quitting_prints_how_to_continue_the_chat(
     assert (run("chat").exit_code, run("chat").stdout) == (130, "")
 
 
-def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: dict[str, Any] = {}
-    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
-    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
-    # Other test processes may have loaded the model.
-    monkeypatch.setattr(client, "find_shared", lambda *_: None)
+def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, loaded: dict[str, Any]) -> None:
     run("chat")
     opened.load(print)
     assert (loaded["prefix_cache"], loaded["prefix_cache_memory"], loaded["prefix_cache_disk"]) == (
@@ -389,12 +387,8 @@ def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch
 
 
 def test_exactness_chosen_in_the_chat_replaces_exact(
-    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    run: Run, opened: Opened, loaded: dict[str, Any]
 ) -> None:
-    loaded: dict[str, Any] = {}
-    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
-    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
-    monkeypatch.setattr(client, "find_shared", lambda *_: None)
     run("chat", "--target", "demo", "--exact")
     for changed, exact in (({"exactness": "off"}, False), ({"context": 512}, True)):
         opened.options["load_other"]("demo", changed)(lambda *_: True)

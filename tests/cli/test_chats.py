@@ -22,7 +22,7 @@ TREES = (Message("user", "How tall are trees?"), Message("assistant", "Pines rea
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChatStore:
-    """Three chats: an old pinned one, a newer one, and a damaged file."""
+    """Create three chats: an old pinned one, a newer one, and a damaged file."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
     store = ChatStore()
     store.save(SavedChat("files", MessageTree.linear(FILES), NOON, NOON, pinned=True))

@@ -1,4 +1,4 @@
-"""`edgespec config`: how settings are shown, set and taken out again."""
+"""`edgespec config`: how settings are shown, set and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec delete-data` deletes the named kind of data and nothing else."""
+"""`edgespec delete-data` deletes the given kind of data and nothing else."""
 
 from __future__ import annotations
 

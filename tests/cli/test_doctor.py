@@ -129,7 +129,7 @@ _NVIDIA = InstalledGpu("NVIDIA", "NVIDIA RTX", "0000:01:00.0")
             "nvidia-cuda-toolkit.*setup cuda$",
         ),
         (LlamaCppInfo("1.0", gpus=(_CUDA,)), "cuda", (_AMD, _NVIDIA), True, "; not used: NVIDIA RTX$", "^$"),
-        # Without their addresses, it cannot be known which of the GPUs are used.
+        # Without their addresses, it is unknown which of the GPUs are used.
         (LlamaCppInfo("1.0", gpus=(_SHARED,)), "cuda", (_AMD, _NVIDIA), True, "shares main memory$", "^$"),
         (
             LlamaCppInfo("1.0", gpus=(_CARD,)), "cuda", (replace(_NVIDIA, pci_address=""),), True,

@@ -1,4 +1,4 @@
-"""Text that is not UTF-8, locales without an encoding, and file names of any bytes."""
+"""Text that is not UTF-8, locales without an encoding, and file names with arbitrary bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec generate`: the contract for scripts."""
+"""`edgespec generate`: the contract for scripts, attached files, and reasoning."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+import edgespec
+from edgespec import ReplyStream
 from edgespec.api.runtime import Runtime
 from edgespec.cli import generate, screen
 from tests.cases import first
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
+from tests.forced import Begin
 
 QUESTION = "How do I list files by size?"
 STATS = {
@@ -333,3 +336,75 @@ def test_a_reader_that_leaves_is_no_error(start: Start) -> None:
     assert process.wait(120) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""
+
+
+def test_files_come_before_the_prompt(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").write_text("print(1)\n")
+    Path("b.py").write_text("print(2)\n")
+    options = ("generate", "--json", "--seed", "3", "-n", "8")
+    with_files = json_of(run(*options, "--file", "a.py", "--file", "b*", "Explain."))
+    as_text = json_of(run(*options, edgespec.attach("Explain.", "a.py", "b.py")))
+    assert with_files["tokens"] == as_text["tokens"]
+    assert with_files["stats"]["prompt_tokens"] == as_text["stats"]["prompt_tokens"] > 20
+
+
+def test_a_file_that_cannot_be_attached_is_named(run: Run, tmp_path: Path) -> None:
+    result = run("generate", "--file", str(tmp_path / "missing.txt"), "Explain.")
+    one_line_error(result, 1, "missing.txt", code="attachment_not_found")
+
+
+def test_files_that_do_not_fit_are_refused_with_both_sizes(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "big.txt"
+    path.write_text("word " * 100_000)
+    result = run("generate", "--file", str(path), "Explain.")
+    one_line_error(result, 1, "488 KiB", code="context_length_exceeded")
+
+
+THOUGHT = "<think>\nThe user wants `ls`.\n</think>\n\nUse"
+
+
+@pytest.fixture
+def reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every reply start with reasoning."""
+    stream = Runtime.stream
+
+    def reason_first(runtime: Runtime, prompt: str, **options: Any) -> ReplyStream:
+        tokens = runtime.vocabulary.tokenize(THOUGHT, special=False, start=False)
+        return stream(runtime, prompt, processors=[Begin(tokens)], **options)
+
+    monkeypatch.setattr(Runtime, "stream", reason_first)
+
+
+@pytest.mark.usefixtures("reasoning")
+class TestReasoning:
+    @pytest.mark.long
+    def test_a_pipe_gets_the_answer_only(self, run: Run) -> None:
+        result = run("generate", "--seed", "7", "-n", "40", QUESTION)
+        assert result.stdout.startswith("Use")
+        assert result.stderr == ""
+
+    @pytest.mark.long
+    def test_json_has_both(self, run: Run) -> None:
+        reply = json_of(run("generate", "--json", "--seed", "7", "-n", "40", QUESTION))
+        assert reply["reasoning"] == "The user wants `ls`."
+        assert reply["answer"].startswith("Use")
+        assert reply["text"] == THOUGHT.removesuffix("Use") + reply["answer"]
+
+    @pytest.mark.long
+    def test_a_terminal_shows_the_reasoning_dimmed(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+        result = run("generate", "--seed", "7", "-n", "40", QUESTION)
+        assert result.stdout.startswith("Use")
+        shown = result.stderr.replace("\x1b[0m\x1b[2m", "")
+        assert "\x1b[2mThe user wants `ls`.\n\n" in shown
+        assert "<think>" not in result.output
+
+
+def test_a_reply_without_an_answer_says_why(run: Run) -> None:
+    result = run("generate", "--raw", "--seed", "7", "-n", "4", f"{QUESTION} <think>")
+    assert (result.exit_code, result.stdout) == (0, "\n")
+    assert result.stderr == (
+        "warning: the reply ended while the model was still reasoning, so there is no answer; use a larger"
+        " --max-tokens or --context\n"
+    )

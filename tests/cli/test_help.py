@@ -1,4 +1,4 @@
-"""Help texts are artefacts: examples that parse, defaults that are true, every option explained."""
+"""Help texts: examples parse, defaults are correct, and every option is explained."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def options_of(path: str) -> dict[str, click.Option]:
 
 
 def defaults_of(path: str) -> dict[str, object]:
-    """What the parameters of a command are when nothing is written."""
+    """Return the default values of a command's parameters."""
     return ALL[path].make_context(path, [], resilient_parsing=True).params
 
 

@@ -1,4 +1,4 @@
-"""A newcomer with models of Ollama's and LM Studio's sees them, uses them, and keeps every byte as it was."""
+"""A new user's Ollama and LM Studio models are found and used, and no byte of them changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target
 
 @pytest.fixture
 def newcomer(own_home: Path) -> Path:
-    """A home folder with an Ollama store, an LM Studio folder, and something broken in each."""
+    """Create a home folder with an Ollama store, an LM Studio folder, and something broken in each."""
     ollama = OllamaStore(own_home / ".ollama" / "models")
     ollama.add("helper", "11m", TARGET.read_bytes())
     ollama.add("someone/guesser", "latest", DRAFT.read_bytes())
@@ -55,7 +55,7 @@ def test_a_newcomer_sees_and_uses_what_is_there_without_copying_a_byte(run: Run,
     for reference in ("helper:11m", "maker/Helper-GGUF"):
         reply = json_of(run(*asked, "--target", reference, "--method", "model"))
         assert reply["tokens"] == plain["tokens"]
-        # The small one of Ollama's has the same tokens: it drafts without being asked.
+        # The small Ollama model has the same vocabulary, so it drafts by default.
         assert reply["draft"] == "someone/guesser:latest"
     assert [snapshot_of(store) for store in stores] == before
     kept = [path for path in newcomer.rglob("*") if path.is_file() and path.stat().st_size > 1_000_000]
@@ -172,7 +172,7 @@ class TestRemove:
         removed = json_of(run("models", "remove", reference, "--yes", "--json"))
         assert removed["freed_bytes"] == DRAFT.stat().st_size
         one_line_error(run("models", "show", reference), 1, code="model_not_downloaded")
-        # The other one is in two snapshots: only the newer one's link goes.
+        # The other model is in two snapshots, and only the newer snapshot's link is removed.
         run("models", "remove", f"hf:maker/One-GGUF:{TARGET.name}", "--yes")
         assert json_of(run("models", "show", f"hf:maker/One-GGUF:{TARGET.name}", "--json"))["on_this_machine"]
 

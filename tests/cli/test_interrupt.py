@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the end is clean, keeps what was produced, and is heard inside a native call."""
+"""Ctrl-C and SIGTERM stop programs cleanly, keep their output so far, and also work during native calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_some(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[str, str]:
-    """What came after that on stdout and stderr, once the process has ended."""
+    """Return the remaining stdout and stderr, once the process has exited."""
     stdout, stderr = process.communicate(timeout=120)
     return stdout.decode(), stderr.decode()
 

@@ -1,4 +1,4 @@
-"""`edgespec launch`: the configurations work with real programs, and no file of the user is lost."""
+"""`edgespec launch`: the configurations work with real programs, and no user file is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec models`: what is known, without downloading anything."""
+"""`edgespec models` shows the available information without downloading anything."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_a_signal_ends_the_chat_and_keeps_the_reply(
     process.stdin.flush()
     assert process.stdout.read(5)
     process.send_signal(number)
-    # `communicate` closes stdin, which also ends the chat, so wait for the signal to end it first.
+    # `communicate` closes stdin, which also ends the chat, so wait for the signal to stop the chat first.
     process.wait(timeout=120)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130

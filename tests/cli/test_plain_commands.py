@@ -42,7 +42,7 @@ CODE = "Use this:\n\n```sh\nls -S\n```\n\nor\n\n```sh\ndu\n```"
 
 @pytest.fixture(autouse=True)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A separate configuration folder without presets and servers."""
+    """Use a separate configuration folder without presets and servers."""
     monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path / "config"))
     (tmp_path / "config").mkdir()
     return tmp_path / "config"

@@ -1,4 +1,4 @@
-"""`edgespec plan`: the contract of its JSON, the picture, and models that are not here."""
+"""`edgespec plan`: its JSON contract, the picture, and models that are not on this machine."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_options_of_no_use(run: Run) -> None:
 class TestNotHere:
     @pytest.fixture
     def hub(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandInHub:
-        """A hub with one model, in one part and in two, and the same model's MLX form in another."""
+        """Set up a hub with a model in one part and in two, and its MLX version in another repository."""
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.delenv("HF_HUB_OFFLINE")
         whole = write_llama(tmp_path / "tiny-Q4_K_M.gguf").read_bytes()

@@ -1,4 +1,4 @@
-"""`edgespec prepare`: what it prints, how it ends, and what is left when it is stopped."""
+"""`edgespec prepare`: its output, how it ends, and what remains if it is stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def usual_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes cost what they cost a quiet machine. The model is so small that a busy one would decide."""
+    """Use the pass costs of an idle machine, because a busy one would change this small model's results."""
     curve = CostCurve((1, 2, 8, 13), (1e-3, 1.1e-3, 2e-3, 3e-3))
     monkeypatch.setattr(preparing, "measure_costs", lambda *_: curve)
 
@@ -154,7 +154,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_becomes_full_leaves_nothing_half_written(
     run: Run, model: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, free_kib: int
 ) -> None:
-    """Another program fills the disk after the free space was checked."""
+    """Another program fills the disk after the check of the free space."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
     (small_disk / "other").write_bytes(bytes((1024 - free_kib) << 10))
     to = small_disk / "halves"

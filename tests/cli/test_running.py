@@ -27,7 +27,7 @@ def report(
 ) -> list[str]:
     """Make the reports, and return the descriptions that the progress line shows."""
     said: list[str] = []
-    # The clock is first read when the progress bar is made for a run with a time limit.
+    # For a run with a time limit, the clock is first read when the progress bar is created.
     times = iter([0.0] * bool(max_seconds) + [time for *_, time in REPORTS])
     monkeypatch.setattr("edgespec.cli.running.monotonic", lambda: next(times))
     monkeypatch.setattr("sys.stderr", stderr)

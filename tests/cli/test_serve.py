@@ -34,7 +34,7 @@ def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     port = httpx.URL(json.loads(process.stdout.readline())["url"]).port
     assert port
     with socket.create_connection(("127.0.0.1", port)) as client:
-        # The server waits for the rest of this request while it stops.
+        # The server waits for the rest of this request while it shuts down.
         head = (
             b"POST /v1/completions HTTP/1.1",
             b"Host: localhost",

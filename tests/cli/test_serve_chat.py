@@ -120,7 +120,7 @@ class Tab:
                 self.screen += message.data.decode("utf-8", "replace")
 
     async def end(self) -> int | None:
-        """Wait until the server closes the connection. Return the code."""
+        """Wait until the server closes the connection, and return the close code."""
         async with asyncio.timeout(30):
             while (await self.socket.receive()).type == aiohttp.WSMsgType.BINARY:
                 pass

@@ -1,4 +1,4 @@
-"""Settings: the file, the environment, the command line, in that order of strength; what is wrong in them."""
+"""Settings from the file, the environment and the command line, in increasing precedence, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cli.settings_places import reply
 
 
 def options_got(monkeypatch: pytest.MonkeyPatch, name: str) -> dict[str, Any]:
-    """What a command is given, which does nothing else from now on."""
+    """Return the options that a command receives. The command itself does nothing from now on."""
     got: dict[str, Any] = {}
     command = program.get_command(click.Context(program), name)
     assert command is not None
@@ -102,7 +102,7 @@ def test_a_section_is_for_its_command(file: Path) -> None:
 def test_a_measuring_command_has_own_seeds_and_remembers_nothing(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The prompts of `tune` and `bench` are always the same: they refuse --remember."""
+    """The prompts of `tune` and `bench` are always the same, so they reject --remember."""
     file.write_text('remember = true\nseed = 3\nmax_tokens = 2\nmethod = "none"\ntarget = "demo-mlx"\n')
     got = options_got(monkeypatch, name)
     assert run(name).exit_code == 0
@@ -118,7 +118,7 @@ def test_the_python_api_ignores_settings(file: Path) -> None:
 
 
 def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Path) -> None:
-    """Written, it is refused; what is set for all runs has to fit the others only."""
+    """On the command line, such an option is an error, but settings apply to all commands."""
     file.write_text("draft_window = 100\ndraft_confidence = 0.3\n")
     assert reply(run, "--method", "suffix", "-n", "2")["method"]["requested"] == "suffix"
     result = run("generate", "--method", "suffix", "--draft-window", "100", "hi")

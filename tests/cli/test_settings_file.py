@@ -1,4 +1,4 @@
-"""A settings file is changed in one place, and says the rest as before."""
+"""Changing one setting leaves the rest of the file as it was."""
 
 from __future__ import annotations
 

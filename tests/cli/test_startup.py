@@ -1,4 +1,4 @@
-"""The command line starts quickly, and imports nothing it does not need."""
+"""The command line starts quickly, and imports only modules that it needs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_mlx_model_needs_no_llama_cpp(start: Start) -> None:
 
 @pytest.mark.long
 def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
-    """MLX aborts one that ends while a thread that compiled something is ending."""
+    """MLX aborts a process that exits while a thread that compiled something is ending."""
     code = (
         "import edgespec, threading\n"
         "def work():\n"
@@ -106,9 +106,9 @@ def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
 
 
 def test_help_imports_little_beside_click(start: Start) -> None:
-    """Imports decide the start-up time. They are counted, because times depend on other programs.
+    """Imports determine the startup time. They are counted, because durations depend on other programs.
 
-    Each drafting method and each command counts, because its record is read.
+    Each drafting method and each command adds imports, because its record is read.
     """
     of_click = imported_after(start, "import click\n")
     assert len(imported_after(start, _RUN, "--help") - of_click) < 140

@@ -1,4 +1,4 @@
-"""`edgespec generate` with text on stdin: pipes, files, devices, and pipes that nobody writes to."""
+"""`edgespec generate` with text on stdin: pipes, files, devices, and pipes that stay silent."""
 
 from __future__ import annotations
 

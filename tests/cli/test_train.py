@@ -1,4 +1,4 @@
-"""`edgespec train`: its results, its refusals, and that it can be interrupted and continued."""
+"""`edgespec train`: its results, its errors, and that it can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cli.conftest import Run, Start, json_of, one_line_error
 
 PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) + "\n" for n in range(64))
 STOPPING = "stopping after this step; press Ctrl-C again to stop now"
-# Says when the training has begun, and waits, so that an interrupt arrives before the last step.
+# Reports when the training has started, and waits, so that an interrupt arrives before the last step.
 SLOW_STEPS = """
 import os, sys, time
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
@@ -136,7 +136,7 @@ def test_medusa_heads_are_trained_and_used(
 def test_a_draft_model_is_trained_and_used(
     run: Run, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:
-    # With another last layer, so that there is something to learn.
+    # Use a different last layer, so that there is something to learn.
     draft = write_checkpoint(tmp_path / "draft", "llama", config={"num_hidden_layers": 5})
     folder = tmp_path / "new"
     options = ("--draft", str(draft), "--to", str(folder))

@@ -1,4 +1,4 @@
-"""What speculation can bring here: reckoned right, measured on the real demo, said plainly."""
+"""`edgespec tune`: correct predictions, measurements with the real demo, and clear output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgespec.decode.drafter_set import DrafterSet
 from edgespec.decode.reply import MethodReport, Reply
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.methods.costs.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
 from tests.raising import raises
@@ -82,7 +82,7 @@ def test_it_says_why_nothing_helps() -> None:
 
 
 def reply(drafted: list[int], accepted: list[int], passes: int) -> Reply:
-    """A reply of which only the counts matter: guessing costs nothing, each pass a tenth of a second."""
+    """Return a reply of which only the counts matter. Drafting is free, and each pass takes 0.1 seconds."""
     stats = Stats(
         generated_tokens=passes + sum(accepted),
         target_passes=passes,
@@ -168,7 +168,7 @@ def test_the_demo_is_measured_and_the_curve_is_kept(tmp_path: Path, monkeypatch:
     assert set(by_name) == {"model", "suffix", "ngram"}
     assert by_name["model"].drafted > 10
     assert 0.3 < by_name["model"].acceptance <= 1.0
-    # How long a lookup takes, compared with the draft model, depends on what else runs here.
+    # The time of a lookup, compared with the draft model, depends on what else is running.
     assert by_name["model"].c > 0.0
     assert by_name["ngram"].c >= 0.0
     assert all(each.speed_up > 0.0 and each.expected > 0.0 for each in tuning.drafters)
@@ -186,7 +186,7 @@ def test_on_the_command_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Tuning] = []
 
     def tune_once(*args: Any, **options: Any) -> Tuning:
-        """Measure for the first command. The second one prints the same results as JSON."""
+        """Measure only for the first command. The second one prints the same results as JSON."""
         if not measured:
             measured.append(tune(*args, **options))
         return measured[0]

@@ -1,4 +1,4 @@
-"""`edgespec verify`: the evidence of losslessness, and an exit status that tells."""
+"""`edgespec verify`: the evidence of losslessness, and a meaningful exit status."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from click.testing import Result
 
 import edgespec
-from edgespec import losslessness
+from edgespec.losslessness import verify as verify_module
+from edgespec.losslessness.cases import Prompt
 from edgespec.losslessness.replay import Reason
+from edgespec.losslessness.report import Divergence, MethodResult, VerifyReport
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from tests.backends.tiny_models import write_llama
@@ -53,7 +55,7 @@ def test_json(run: Run, prompts: str) -> None:
 def test_the_number_of_replies_is_printed_first(
     run: Run, prompts: str, monkeypatch: pytest.MonkeyPatch, acceptance: str, replies: int, rest: str
 ) -> None:
-    monkeypatch.setattr(losslessness, "verify", Verified(prompts=2, identical=2))
+    monkeypatch.setattr(verify_module, "verify", Verified(prompts=2, identical=2))
     result = run("verify", *QUICK, "--prompts", prompts, "--acceptance", acceptance)
     plan = result.stderr.splitlines()[-1]
     assert plan.startswith(
@@ -110,7 +112,7 @@ def test_methods_guess_whether_or_not_it_pays(
 
 @pytest.mark.long
 def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
-    """A reply of one token leaves no room for a guess; `none` is not expected to guess."""
+    """A one-token reply has no room for a draft. `none` is not expected to draft."""
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
     result = run(*args)
     assert result.exit_code == 1
@@ -185,7 +187,7 @@ class TestTwinsInRepliesAtOnce:
 
 
 def test_replies_at_once_need_shared_passes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losslessness, "verify", Verified(parallel=2, prompts=2, identical=2))
+    monkeypatch.setattr(verify_module, "verify", Verified(parallel=2, prompts=2, identical=2))
     result = run("verify", "--methods", "model", "--parallel", "2")
     assert result.exit_code == 1
     assert (
@@ -218,27 +220,23 @@ def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> No
 
 
 class Verified:
-    """Stands for the proof: remembers what was asked, and answers with a report of the test's."""
+    """Replaces `verify`. Records its arguments, and returns the test's report."""
 
     def __init__(self, parallel: int = 1, *, exact: bool = False, **found: Any) -> None:
         self.asked: dict[str, Any] = {}
         self._parallel, self._exact, self._found = parallel, exact, found
-        self.divergence = losslessness.Divergence(
-            "howto-01", 0.8, 4, 12, 5, 6, "fault", Reason.REJECTED_TOKENS, leak=0.25
-        )
+        self.divergence = Divergence("howto-01", 0.8, 4, 12, 5, 6, "fault", Reason.REJECTED_TOKENS, leak=0.25)
 
-    def __call__(
-        self, runtime: object, prompts: list[losslessness.Prompt], **asked: Any
-    ) -> losslessness.VerifyReport:
+    def __call__(self, runtime: object, prompts: list[Prompt], **asked: Any) -> VerifyReport:
         self.asked = asked | {"prompts": prompts}
         found = {"drafted_tokens": 9} | self._found
-        result = losslessness.MethodResult(**found, divergences=[self.divergence])
+        result = MethodResult(**found, divergences=[self.divergence])
         models = ("demo", "demo-draft", asked["acceptance"])
-        return losslessness.VerifyReport(*models, {"model": result}, self._parallel, exact=self._exact)
+        return VerifyReport(*models, {"model": result}, self._parallel, exact=self._exact)
 
 
 def test_a_fault_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losslessness, "verify", Verified(prompts=2, identical=1, faults=1))
+    monkeypatch.setattr(verify_module, "verify", Verified(prompts=2, identical=1, faults=1))
     result = run("verify", "--methods", "model")
     assert result.exit_code == 1
     assert "position 12" in result.stdout
@@ -251,7 +249,7 @@ def test_rounding_fails_only_where_equal_bits_are_promised(
 ) -> None:
     verified = Verified(prompts=2, replies=4, identical=1, rounding=1, largest_difference=0.725, exact=exact)
     verified.divergence = replace(verified.divergence, verdict="rounding", reason=None, leak=None)
-    monkeypatch.setattr(losslessness, "verify", verified)
+    monkeypatch.setattr(verify_module, "verify", verified)
     result = run("verify", "--methods", "model")
     assert result.exit_code == status
     assert "0.725" in result.stdout
@@ -262,7 +260,7 @@ def test_rounding_fails_only_where_equal_bits_are_promised(
 
 def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = Verified(prompts=2, identical=2, drafted_tokens=0, note="it looks for layers\x1b[2J")
-    monkeypatch.setattr(losslessness, "verify", verified)
+    monkeypatch.setattr(verify_module, "verify", verified)
     result = run("verify", "--methods", "model", "--idle-time", "0.5")
     assert (
         "model proposed no tokens, so nothing was checked: it looks for layers[2J"
@@ -277,14 +275,14 @@ def test_a_small_p_value_fails(
     run: Run, monkeypatch: pytest.MonkeyPatch, p_value: float | None, status: int
 ) -> None:
     verified = Verified(prompts=2, identical=2, smallest_corrected_p_value=p_value)
-    monkeypatch.setattr(losslessness, "verify", verified)
+    monkeypatch.setattr(verify_module, "verify", verified)
     assert run("verify", "--acceptance", "rejection", "--json").exit_code == status
     assert verified.asked["acceptance"] == "rejection"
 
 
 def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = Verified(prompts=1, identical=1)
-    monkeypatch.setattr(losslessness, "verify", verified)
+    monkeypatch.setattr(verify_module, "verify", verified)
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())

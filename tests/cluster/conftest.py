@@ -1,4 +1,4 @@
-"""Fixtures: real workers on this machine, and a delaying proxy."""
+"""Fixtures: real workers on this machine, and a proxy that adds delay."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
 
 @pytest.fixture
 def unconnected() -> Iterator[Callable[[int], int]]:
-    """Start a proxy for a worker's port that closes all connections of llama.cpp, and return its port."""
+    """Start a proxy for a worker's port that closes all llama.cpp connections, and return its port."""
     servers: list[socket.socket] = []
 
     def start(port: int) -> int:
@@ -108,7 +108,7 @@ def unconnected() -> Iterator[Callable[[int], int]]:
 
 @pytest.fixture
 def delayed() -> Iterator[Callable[[int, float], int]]:
-    """Start a proxy for a port, which delays each direction, and return its port."""
+    """Start a proxy that delays each direction of a port, and return the proxy's port."""
     servers: list[socket.socket] = []
 
     def start(port: int, seconds: float) -> int:
@@ -118,7 +118,7 @@ def delayed() -> Iterator[Callable[[int, float], int]]:
 
     yield start
     for server in servers:
-        # Closing alone does not wake the thread that accepts connections.
+        # Closing the socket alone does not wake the thread that accepts connections.
         server.shutdown(socket.SHUT_RDWR)
         server.close()
 

@@ -23,7 +23,7 @@ PROMPT = "How do I list files by size, and how do I count the lines of each?"
 def tokens(workers: str | None, *methods: str) -> list[list[list[int]]]:
     """Load the demo model and return the replies of each method at two temperatures."""
     draft, method = ("none", "none") if methods == ("none",) else ("auto", "model")
-    # Passes on workers are never tried, and plain decoding on this machine has only one width.
+    # Passes on workers are never tested for exactness, and plain decoding on this machine has only one width.
     options: LoadArguments = {"workers": workers, "context": 1024, "method": method, "exactness": "off"}
     with edgespec.load("demo-mlx", draft, **options) as runtime:
         return replies_of(runtime, *methods)
@@ -59,7 +59,7 @@ def load_tiny(
 
 
 def layer_server(worker: Worker) -> psutil.Process:
-    """Return the process that runs a target's layers, which is the one that started last."""
+    """Return the process that runs a target's layers, which is the most recently started one."""
     return max(psutil.Process(worker.process.pid).children(), key=lambda process: process.create_time())
 
 

@@ -1,6 +1,6 @@
-"""A program in place of `ssh` for machines without sshd: runs the command here, and forwards the port.
+"""A replacement for `ssh` on machines without sshd: runs the command here, and forwards the port.
 
-The first argument is the home folder that the command gets. The others are those of `ssh`.
+The first argument is the home folder for the command. The others are those of `ssh`.
 """
 
 from __future__ import annotations

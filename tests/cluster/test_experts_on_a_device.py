@@ -1,4 +1,4 @@
-"""A worker stands in for a GPU: experts stay on this machine, and all other weights of layers are there."""
+"""A worker acts as a GPU: experts stay on this machine, and the layers' other weights are on the worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def device() -> Iterator[Any]:
 
 
 def _run(moe: Path, device: Any, experts: int) -> tuple[list[NDArray[np.float64]], dict[str, float]]:
-    """Return the logits of a prompt and three steps, and the size of the weights on each device in MiB."""
+    """Return the logits of a prompt and three steps, and the size of each device's weights in MiB."""
     devices = (ctypes.c_void_p * 2)(device, None)
 
     def place(params: Any) -> None:

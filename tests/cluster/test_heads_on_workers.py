@@ -24,7 +24,7 @@ from tests.model.heads.published import write_head
 from tests.model.heads.residual_files import Layout, random_arrays, write_heads
 from tests.raising import raises
 
-# With the last one, the target chooses between two tokens, so that random heads are right now and then.
+# In the last request, the target chooses between two tokens, so that random heads are sometimes right.
 ASKED: Sequence[dict[str, Any]] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 3},
@@ -38,7 +38,7 @@ def replies(target: str, prompt: str, max_tokens: int, **options: Any) -> list[e
 
 
 def plain_tokens(target: str, prompt: str, max_tokens: int) -> list[Sequence[int]]:
-    """Return the tokens of replies without drafts on this machine, which are those on workers."""
+    """Return the tokens of replies without drafts on this machine, which must equal those on workers."""
     return [reply.tokens for reply in replies(target, prompt, max_tokens, method="none")]
 
 

@@ -36,7 +36,7 @@ MAX_SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    """A worker for most tests of this file, so each of them also shows that it has recovered."""
+    """Start a worker for most tests in this file, so that each of them also shows that it has recovered."""
     worker = Worker()
     yield worker
     worker.close()
@@ -44,7 +44,7 @@ def worker() -> Iterator[Worker]:
 
 @contextmanager
 def cancelled_soon(cancel: Callable[[], None]) -> Iterator[None]:
-    """Call `cancel` during the block, which must end soon after that."""
+    """Call `cancel` during the block, and check that the block ends soon afterwards."""
     times: list[float] = []
 
     def run() -> None:
@@ -59,7 +59,7 @@ def cancelled_soon(cancel: Callable[[], None]) -> Iterator[None]:
 
 
 def frozen_layers(worker: Worker) -> psutil.Process:
-    """Suspend the process that runs the layers, which is the one that started last."""
+    """Suspend the process that runs the layers, which is the most recently started one."""
     children = psutil.Process(worker.process.pid).children()
     layers = max(children, key=lambda process: process.create_time())
     layers.suspend()
@@ -78,7 +78,7 @@ def test_a_cancelled_reply_keeps_its_text_and_the_model(target: str, worker: Wor
         assert stream.reply.finish_reason == "cancelled"
         assert 0 < len(text) < len(whole.text)
         assert whole.text.startswith(text)
-        # The next reply waits for the worker, and can be cancelled too.
+        # The next reply waits for the worker, and can also be cancelled.
         waiting = runtime.stream("Hello", max_tokens=20)
         with cancelled_soon(waiting.cancel):
             assert not waiting.wait().tokens

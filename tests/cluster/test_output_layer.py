@@ -1,4 +1,4 @@
-"""The output layer is on the machine that computes it faster, and gives the same logits there."""
+"""The output layer is on the machine that computes it faster, with the same logits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SLOW, FAST = speed_of(1e-7), speed_of(1e-10)
 
 
 def set_speed(patch: pytest.MonkeyPatch, folder: Path, speed: MachineSpeed) -> None:
-    """Save the speed of this machine as `edgespec recommend` does, in another cache folder."""
+    """Save this machine's speed in another cache folder, as `edgespec recommend` does."""
     patch.setenv("EDGESPEC_CACHE_DIR", str(folder))
     machine_speed.save_machine_speed(format_of("gguf"), speed)
 
@@ -147,7 +147,7 @@ def test_replies_are_the_same_on_both_machines(
 
 
 def buffers(lines: list[str], kind: str) -> dict[str, float]:
-    """Return the newest size in bytes of each machine's buffer of a kind, from llama.cpp's log."""
+    """Return the latest size in bytes of each machine's buffer of a kind, from llama.cpp's log."""
     sizes = {}
     for line in lines:
         if match := re.search(rf"(CPU\S*|:0*(\d+)\]) +{kind} buffer size = +([\d.]+) MiB", line):
@@ -160,10 +160,10 @@ def buffers(lines: list[str], kind: str) -> dict[str, float]:
 def test_each_machine_uses_the_planned_memory(
     speed: MachineSpeed, fast: str, demo_target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # Memory for the logits of a large vocabulary is larger than the rest of the compute buffer.
+    # The logits of a large vocabulary need more memory than the rest of the compute buffer.
     write_untied(demo_target, file := tmp_path / "untied.gguf", more_tokens=30_000)
     set_speed(monkeypatch, tmp_path, speed)
-    # llama.cpp's log would also count the unused parts of a mapped file.
+    # llama.cpp's log would also count unused parts of a mapped file.
     options: LoadArguments = {"workers": f"{fast},local=100MiB", "context": 1024, "mmap": False}
     planned = edgespec.plan(str(file), None, **options).plan.machines
     with captured_log() as lines, edgespec.load(str(file), None, **options) as runtime:

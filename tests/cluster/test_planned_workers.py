@@ -1,4 +1,4 @@
-"""`edgespec plan --workers`: each machine's part, the connections, and the expected speed."""
+"""The division of layers, and `edgespec plan --workers`: parts, connections, and the expected speed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import edgespec
 from edgespec.cluster import link
 from edgespec.cluster.link import measure_link
-from edgespec.cluster.machines import WorkerAddress
+from edgespec.cluster.machines import WorkerAddress, split_layers
 from edgespec.cluster.status import MEASURE
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.loading import workers as on_workers
@@ -166,3 +168,30 @@ def test_what_was_not_measured_is_left_out(
     assert spread.tokens_per_second is None
     assert spread.unmeasured == (workers[0].address,)
     assert spread.alone.keys() == {"this machine"}
+
+
+def test_layers_follow_the_memory() -> None:
+    assert split_layers([10] * 8, [100, 100]) == [4, 4]
+    assert split_layers([10] * 8, [300, 100]) == [6, 2]
+    assert split_layers([10] * 8, [0, 100]) == [0, 8]
+    assert split_layers([10] * 8, [-5, 40, 40]) == [0, 4, 4]
+
+
+def test_layers_that_do_not_fit() -> None:
+    assert split_layers([10] * 8, [30, 40]) is None
+    assert split_layers([10] * 8, [0, 0]) is None
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    st.lists(st.integers(0, 300), min_size=1, max_size=6),
+)
+def test_no_device_gets_more_than_it_holds(layers: list[int], rooms: list[int]) -> None:
+    counts = split_layers(layers, rooms)
+    if counts is None:
+        return
+    assert sum(counts) == len(layers)
+    first = 0
+    for count, room in zip(counts, rooms, strict=True):
+        assert sum(layers[first : first + count]) <= room
+        first += count

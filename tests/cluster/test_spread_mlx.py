@@ -48,7 +48,7 @@ def local_tokens() -> list[list[int]]:
 def test_one_worker_gives_the_same_tokens(
     workers: tuple[Worker, Worker], local_tokens: list[list[int]]
 ) -> None:
-    """Drafts make passes of several widths. The test with several machines compares plain decoding, too."""
+    """Drafts lead to passes of several widths. The test with several machines also covers plain decoding."""
     assert tokens(workers[0].address, "model") == [local_tokens]
 
 
@@ -131,7 +131,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
         text = "".join(next(stream).text for _ in range(3))
         began = time.monotonic()
         lose(worker, how)
-        # While a worker is frozen, its other process still runs the layers until its silence is noticed.
+        # While a worker is frozen, its other process keeps running the layers until the silence is noticed.
         with raises(WorkerLostError, worker.address):
             while time.monotonic() - began < 10:
                 text += "".join(chunk.text for chunk in stream) + runtime.generate(PROMPT).text
@@ -160,7 +160,7 @@ def test_a_worker_that_is_not_reserved_runs_no_layers(workers: tuple[Worker, Wor
 
 def test_a_worker_runs_the_layers_of_one_target(reserved: WorkerAddress) -> None:
     with open_layers(reserved) as first, open_layers(reserved) as second:
-        # The process sends an empty message when it starts. One of the connections is refused.
+        # The process sends an empty message when it starts. One of the connections is rejected.
         assert sorted(len(each.recv(1)) for each in (first, second)) == [0, 1]
 
 

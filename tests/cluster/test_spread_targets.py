@@ -34,7 +34,7 @@ _REQUEST = {"max_tokens": 40, "seed": 3}
 
 
 def wait_until_free(worker: Worker) -> None:
-    """Wait until a worker has noticed that its target is gone, which takes a moment on a busy machine."""
+    """Wait until a worker notices that its target is gone, which takes a moment on a busy machine."""
     for _ in range(100):
         if not probe_worker(WorkerAddress("127.0.0.1", worker.port)).busy:
             return
@@ -44,7 +44,7 @@ def wait_until_free(worker: Worker) -> None:
 def tokens(
     workers: str | None = None, target: str = "demo", method: str = "none", methods: tuple[str, ...] = ()
 ) -> list[list[int]]:
-    """Return replies at two temperatures, by `method` and then by each of `methods`."""
+    """Return replies at two temperatures, first by `method` and then by each of `methods`."""
     draft = "none" if method == "none" else "auto"
     with edgespec.load(target, draft, workers=workers, method=method, context=1024) as runtime:
         return [
@@ -190,7 +190,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
 def test_a_connection_that_fails_does_not_block_later_models(
     workers: tuple[Worker, Worker], unconnected: Callable[[int], int], local_tokens: list[list[int]]
 ) -> None:
-    """llama.cpp then holds a lock forever that each connection needs."""
+    """llama.cpp then holds a lock forever that every connection needs."""
     for _ in range(2):
         with raises(WorkerLostError, "lost the connection"):
             tokens(f"127.0.0.1:{unconnected(workers[0].port)}")

@@ -1,4 +1,4 @@
-"""Workers that edgespec starts by SSH on an sshd of the tests. Without sshd, a program replaces `ssh`."""
+"""Workers that edgespec starts over SSH on the tests' own sshd, or through a replacement for `ssh`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 def start_sshd(folder: Path) -> subprocess.Popen[bytes]:
-    """Start an sshd that accepts the key `user`, and write a configuration of `ssh` with the host `mac`."""
+    """Start an sshd that accepts the key `user`, and write an `ssh` configuration for the host `mac`."""
     assert SSHD
     for key in ("host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)

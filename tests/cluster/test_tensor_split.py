@@ -1,4 +1,4 @@
-"""An MLX target whose layers are divided among real workers gives the same tokens as on this machine."""
+"""An MLX target whose layers are split across real workers gives the same tokens as on this machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def local_tokens() -> list[list[int]]:
 def test_rollbacks_give_nearly_the_same_logits(
     kind: str, settings: dict[str, Any], kv_type: str, workers: tuple[Worker, Worker], tmp_path: Path
 ) -> None:
-    """The workers add up parts of a sum, so rounding errors differ from those of one machine."""
+    """The workers add up partial sums, so rounding errors differ from those on one machine."""
     folder = write_checkpoint(tmp_path / kind, kind, **settings)
     local = load_tiny(folder, None, kv_type)
     remote = load_tiny(folder, both(workers), kv_type, split_tensors=True)
@@ -84,7 +84,7 @@ def test_rollbacks_give_nearly_the_same_logits(
             chain = TokenTree.chain(1, [draw.randrange(TOKENS) for _ in range(draw.randrange(6))])
             rows = [model.verify(chain) for model in (local, remote)]
             for index in range(chain.width):
-                # A quantised cache rounds keys and values to steps that are larger than rounding errors.
+                # A quantised cache rounds keys and values in steps larger than the rounding errors.
                 np.testing.assert_allclose(
                     rows[0].at(index, every),
                     rows[1].at(index, every),
@@ -165,7 +165,7 @@ def lose_one(pair: tuple[Worker, Worker], how: str, lost: int, greedy: list[int]
     with edgespec.load(
         "demo-mlx", "none", workers=both(pair), split_mode="tensor", method="none", context=1024
     ) as runtime:
-        # The second time, both workers have noticed the first loss, and serve this model.
+        # By the second time, both workers have noticed the first loss, and serve this model.
         assert list(runtime.generate(PROMPT, temperature=0.0, max_tokens=24).tokens) == greedy
         stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=900)
         text = "".join(next(stream).text for _ in range(3))
@@ -236,7 +236,7 @@ def test_a_part_that_does_not_fit_is_an_error(workers: tuple[Worker, Worker]) ->
 def test_workers_that_cannot_reach_each_other_are_an_error(
     workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The second worker is named by an address at which nothing listens."""
+    """The second worker's address is one at which nothing listens."""
     folder = write_checkpoint(tmp_path / "llama", "llama")
     ask = remote_layers.RemoteShards.ask
 
@@ -366,7 +366,7 @@ def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folder
     with pytest.raises(CancelledError):
         edgespec.load("demo-mlx", None, workers=both(pair), split_mode="tensor", progress=cancel)
     assert time.monotonic() - began[0] < 2
-    # The next model waits until the workers have ended the processes of the last one.
+    # The next model waits until the workers have stopped the previous model's processes.
     monkeypatch.undo()
     assert edgespec.plan("demo-mlx", None, workers=both(pair), split_mode="tensor").plan.machines
     assert not list(tmp_path.glob("edgespec-*"))

@@ -1,4 +1,4 @@
-"""A worker is free again after the machine of its target has vanished from the network."""
+"""A worker becomes available again after its target's machine has disappeared from the network."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_namespace(*command: str) -> list[str]:
 
 @pytest.fixture
 def network() -> Iterator[None]:
-    """Create a network of two machines, which are this one and the namespace `_NAMESPACE`."""
+    """Create a network of two machines: this one and the namespace `_NAMESPACE`."""
     if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
         pytest.skip("needs Linux, root and the command `ip`")
     try:
@@ -69,7 +69,7 @@ def test_a_worker_is_free_after_its_target_has_vanished(
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as target:
             assert target.stdout
-            # The worker sends its status just before it is busy, and a byte every second after that.
+            # The worker sends its status just before it becomes busy, and then a byte every second.
             assert all(target.stdout.readline() for _ in range(2))
             assert probe_worker(address).busy
             ip("-n", _NAMESPACE, "link", "set", "edgespec1", "down")

@@ -1,4 +1,4 @@
-"""The weight cache of a worker never gives llama.cpp a file that is incomplete or was changed."""
+"""A worker's weight cache never gives llama.cpp an incomplete or modified file."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_little_disk_space_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def sent_weight(worker: Worker, data: bytes) -> bytes:
-    """Send a weight to a worker as llama.cpp does, and return what the worker has then."""
+    """Send a weight to a worker as llama.cpp does, and return the data that the worker then has."""
     backend: Any = ggml()
     pointer = ctypes.c_void_p
     backend.ggml_backend_dev_init.restype, backend.ggml_backend_dev_init.argtypes = (
@@ -138,7 +138,7 @@ def sent_weight(worker: Worker, data: bytes) -> bytes:
 
 
 def shown(count: int) -> list[Path]:
-    """Wait until a number of files has been verified, and return them."""
+    """Wait until the given number of files has been verified, and return them."""
     deadline, paths = monotonic() + 20, list[Path]()
     while len(paths) != count:
         assert monotonic() < deadline

@@ -1,4 +1,4 @@
-"""`edgespec worker`: its port, its end, and connections of strangers."""
+"""`edgespec worker`: its port, its shutdown, and unexpected connections."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_worker_ends_when_the_program_that_started_it_falls_silent(
 
 
 def read_answer(connection: socket.socket, sent: bytes) -> None:
-    """Send bytes, and read until the other side ends the connection, which can be at any time."""
+    """Send bytes, and read until the other side closes the connection, which can happen at any time."""
     with suppress(OSError):
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -118,7 +118,7 @@ def test_a_worker_survives_garbage(sent: bytes, workers: tuple[Worker, Worker]) 
 
 
 def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Worker, Worker]) -> None:
-    """The RPC server accepts connections while a model reserves the worker, and may abort."""
+    """The RPC server accepts connections while the worker is reserved for a model, and may abort."""
     address = WorkerAddress("127.0.0.1", workers[1].port)
     reserved = Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"]))
     with socket.create_connection(("127.0.0.1", workers[1].port), timeout=10) as connection:
@@ -143,7 +143,7 @@ def test_silent_connections_do_not_keep_a_target_out(workers: tuple[Worker, Work
 
 
 def test_a_worker_can_be_reserved_again_at_once(workers: tuple[Worker, Worker]) -> None:
-    """Stopping the worker lets it see the end of one connection and the next request together."""
+    """If the worker is suspended, it sees the end of one connection and the next request together."""
     worker = workers[1]
     address = WorkerAddress("127.0.0.1", worker.port)
     library = Library(LLAMA_CPP, worker.facts["llama_cpp"])

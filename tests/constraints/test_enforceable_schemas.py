@@ -1,4 +1,4 @@
-"""Replies satisfy a schema even where llguidance alone would violate it, or the schema is refused.
+"""Replies satisfy a schema even if llguidance alone would violate it, or the schema is rejected.
 
 Exactly the schemas that no finite value satisfies are detected.
 """
@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.errors import OptionError
 from edgespec.options.schemas.enforceable import enforceable_schema, requires_endless_value
 from tests.constraints.vocabularies import END, ByteVocabulary
@@ -72,7 +73,7 @@ VERSIONS = [
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_version_of_a_schema_switches_no_keyword_off(version: str) -> None:
-    """llguidance ignores keywords that the version in `$schema` does not have."""
+    """llguidance ignores keywords that do not exist in the version given by `$schema`."""
     for schema, allowed, forbidden in (
         ({"const": "a"}, '"a"', '"b"'),
         ({"items": {"const": 1}, "type": "array"}, "[1]", "[2]"),

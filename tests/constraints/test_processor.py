@@ -1,4 +1,4 @@
-"""The constraint processor: masks, drafts and rollback, reasoning, and what it refuses."""
+"""The constraint processor: masks, drafts and rollback, reasoning, and rejected constraints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.constraints import Constraint, ConstraintCompiler, ConstraintProcessor
 from edgespec.constraints import processor as processor_module
-from edgespec.constraints.matcher import new_matcher, text_of
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint, new_matcher, text_of
+from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
@@ -110,7 +111,7 @@ class TestDraftsAndRollback:
                 constrained.pop(count)
                 del path[-count:]
             else:
-                # Mostly tokens that the constraint allows, but also others, as in unmasked drafts.
+                # Use mostly tokens that the constraint allows, but also others, as in unmasked drafts.
                 choices = allowed(constrained) if data.draw(st.integers(0, 4)) else [*range(VOCABULARY.size)]
                 path.append(data.draw(st.sampled_from(choices)))
                 constrained.push(path[-1])
@@ -249,7 +250,7 @@ class TestReasoning:
             self.constrained("ax", reply_start, reply_start)
 
     def test_a_marker_of_several_tokens(self) -> None:
-        """Without control tokens, a marker is text, and a token can contain its end and more."""
+        """Without control tokens, a marker is text, and a token can contain the end of a marker and more."""
         vocabulary = ByteVocabulary((b"think", b">x", b">\n"), (), "a template with <think>")
         compiler = ConstraintCompiler(vocabulary, vocabulary.size)
         constrained = compiler.processor(Constraint("regex", "x"), [END])

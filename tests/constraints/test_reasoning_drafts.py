@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgespec.chat.reasoning import piece_with_markers, split_reasoning
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.methods.ngram.drafter import NgramDrafter
@@ -24,7 +25,7 @@ LETTERS = slice(ord("a") + 1, ord("z") + 2)
 
 
 def reasoning_model(seed: int) -> TabularModel:
-    """A model that writes `<think>` first, letters after it, and `</think>` after about six of them."""
+    """Return a model that writes `<think>`, then about six letters, and then `</think>`."""
     logits = np.random.default_rng(seed).normal(size=(VOCABULARY.size, VOCABULARY.size)).astype(np.float32)
     logits[:, LETTERS] += 6
     logits[PROMPT[-1], OPEN] += 30

@@ -1,4 +1,4 @@
-"""Schemas in the spellings of other languages and APIs mean the same as in JSON Schema's own."""
+"""Schemas in other languages' and APIs' formats mean the same as in standard JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OBJECT: Any = {"type": "object", "properties": {"a": STRING}, "required": ["a"]}
 
 
 def nested(schema: Any) -> Any:
-    """Return a schema that contains another one at several places."""
+    """Return a schema that contains another one in several places."""
     return {
         "type": "object",
         "properties": {"deep": {"type": "array", "items": {"anyOf": [schema, {"type": "null"}]}}},

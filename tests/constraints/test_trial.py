@@ -1,4 +1,4 @@
-"""Constraints that crash llguidance or take minutes are refused, and end nothing but the trial."""
+"""Constraints that crash llguidance or take minutes are rejected, and only stop the trial process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.constraints.compiler import ConstraintTrial
+from edgespec.constraints.compiler import ConstraintCompiler, ConstraintTrial
+from edgespec.constraints.matcher import Constraint
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
 from tests.raising import raises

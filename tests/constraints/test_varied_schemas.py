@@ -1,4 +1,4 @@
-"""Replies under varied JSON schemas satisfy them, and are those of plain decoding."""
+"""Replies under varied JSON schemas satisfy the schemas, and equal those of plain decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.raising import raises
 pytestmark = pytest.mark.long
 
 TEMPERATURES = (0.0, 0.8)
-# Recursive schemas and open objects allow replies without end.
+# Recursive schemas and open objects allow endless replies.
 MAX_TOKENS = 150
 FORMATS = FormatChecker()
 
@@ -50,7 +50,7 @@ def runtime() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def finished() -> Counter[float]:
-    """Count the replies that ended by themselves, per temperature."""
+    """Count the replies that ended by themselves, by temperature."""
     return Counter()
 
 

@@ -358,7 +358,7 @@ POINTERS: dict[str, Schema] = {
     },
 }
 UNUSUAL: dict[str, Schema] = LENGTHS | FORMATS | BOUNDS | VALUES | COMBINATIONS | LISTS | RECORDS | POINTERS
-# The schemas that cannot be enforced exactly, or that no value satisfies.
+# Schemas that cannot be enforced exactly, or that no value satisfies.
 REFUSED = {
     *("pattern-look-ahead", "pattern-back-reference", "pattern-boundary", "format-regex"),
     *("format-json-pointer", "format-idn-email", "format-uri-reference", "format-iri"),

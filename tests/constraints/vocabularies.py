@@ -10,7 +10,7 @@ END = 0
 
 
 class ByteVocabulary:
-    """A vocabulary of all bytes and some longer pieces. Token 0 ends a reply; control tokens come last."""
+    """A vocabulary of all bytes and some longer pieces. Token 0 ends a reply. Control tokens come last."""
 
     bos_text = ""
     eos_text = "<end>"

@@ -1,4 +1,4 @@
-"""The drafters of a method: those for chats with images, and their draft length."""
+"""The drafters of a method, including those for chats with images, and their draft lengths."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def exact_distribution(law: Law) -> Distribution:
 
 
 class ExactLogits:
-    """Logits whose rows are given by an exact distribution after each path."""
+    """Logits whose rows come from the exact distribution after each path."""
 
     def __init__(self, paths: Sequence[Path], table: Table) -> None:
         self.paths = list(paths)
@@ -118,7 +118,7 @@ class ExactLogits:
 
 
 class ExactSampler:
-    """A sampler without processors. It asserts that its path is that of the row."""
+    """A sampler without processors. Asserts that its path matches that of the row."""
 
     def __init__(self, history: Sequence[int] = (), greedy: bool = False) -> None:
         self.history = list(history)

@@ -1,4 +1,4 @@
-"""Logits in host memory by the simplest definition, as a reference for the quick searches of the engine.
+"""Logits in host memory, implemented as simply as possible, as a reference for the engine's fast searches.
 
 Each token is found by running the sampling chain on candidates from two passes over the row, with noise for
 everything that the filters keep.
@@ -63,7 +63,7 @@ class ReferenceLogits(HostLogits):
 def reference_gumbel(
     seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the noise of `noise.gumbel`, with NumPy for any number of tokens."""
+    """Compute the noise of `noise.gumbel` with NumPy, for any number of tokens."""
     words = tokens.astype(np.uint64) ^ np.uint64(key(seed, stream, position))
     words += np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,6 +1,6 @@
-"""The sampling chain as one function, as an independent reference for `engine.processors`.
+"""The sampling chain in a single function, as an independent reference for `engine.processors`.
 
-It computes with the same floating-point operations in the same order, so results must agree to the last bit.
+It performs the same floating-point operations in the same order, so results must agree to the last bit.
 """
 
 from __future__ import annotations

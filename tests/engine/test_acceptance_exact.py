@@ -1,4 +1,4 @@
-"""Acceptance rules emit exactly the target distribution, proven in exact arithmetic over all outcomes."""
+"""Acceptance rules emit exactly the target distribution, proven by enumerating all outcomes exactly."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def proposal(make: Callable[[], Any], depth: int) -> Callable[[ExactSampler, Any
 
 
 class TestOneRound:
-    """One round with the production drafters, merging and acceptance rules."""
+    """Test one round with the production drafters, merging and acceptance rules."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(0,), (2,), (1, 1), (2, 0, 1), (0, 0, 0, 0)])
@@ -222,7 +222,7 @@ class TestOneRound:
 
 
 class TestDeadEnds:
-    """After a token that no other may follow, a round ends, and the distribution stays exact."""
+    """A round ends after a token that nothing may follow, and the distribution stays exact."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(2,), (2, 0, 1), (0, 2, 1), (1, 0, 2), (2, 2, 2)])
@@ -271,7 +271,7 @@ class TestBlockVerification:
 
 
 class TestSeveralRounds:
-    """Several rounds of `decode`: the state after one round must not bias the next."""
+    """Test several rounds of `decode`: the state after one round must not bias the next."""
 
     MAX_TOKENS = 3
 
@@ -317,7 +317,7 @@ class TestSeveralRounds:
 
 
 class TestWrongRulesAreDetected:
-    """Typical mistakes in acceptance rules. Each must change the distribution."""
+    """Typical mistakes in acceptance rules must change the distribution."""
 
     def refuted(self, propose: Callable[[ExactSampler, Any], TokenTree], rule: Rule = block_wise) -> bool:
         for seed in range(4):
@@ -339,7 +339,7 @@ class TestWrongRulesAreDetected:
         assert self.refuted(propose)
 
     def test_dropping_a_draft_because_it_was_too_wide(self) -> None:
-        """Two drafters that agree give a narrower tree than two that differ."""
+        """Two drafters that agree give a narrower tree than two that disagree."""
         draft = random_table(102, 3, zeros=0)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:

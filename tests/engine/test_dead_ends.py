@@ -1,4 +1,4 @@
-"""A draft does not end a reply with an error where plain decoding goes on or ends normally."""
+"""A draft does not end a reply with an error if plain decoding continues or ends normally."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_guess_that_the_target_never_chooses(name: str, acceptance: str, not_f
 def test_a_guess_that_the_target_could_have_chosen(
     acceptance: str, temperature: float, not_finite: bool
 ) -> None:
-    """Nothing follows the end token, so that it is the last one of every accepted draft."""
+    """Nothing follows the end token, so it is the last token of every accepted draft."""
     ending = Saying(lambda tokens, length: [END] * length)
     for seed in range(20):
         options: dict[str, Any] = {"acceptance": acceptance, "temperature": temperature, "seed": seed}

@@ -1,4 +1,4 @@
-"""Invariant mode: for a given seed, no drafter and no draft length changes the text."""
+"""In invariant mode, neither the drafter nor the draft length changes the text for a given seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tables import (
 )
 
 SETTINGS = sampling_settings((0.0, 0.7, 1.2))
-# Every run tests each draft with one of three targets, and `-m long` with all of them.
+# Every run tests each draft with one of three targets, and `-m long` with all three.
 STEPS = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 TREES: list[tuple[int, ...]] = [(), (2,), (3,), (2, 2), (1, 3), (4, 2, 2)]
 TREES_AT_THE_END: list[tuple[int, ...]] = [(), (2, 2), (4, 4)]
@@ -173,7 +173,7 @@ class TestEndsInsideADraft:
         drafter = knowing([*prompt, *expected.tokens, *endless.tokens[len(expected.tokens) :]])
         with with_drafter(table(3, **table_options), drafter) as pair:
             got = pair.generate(PROMPT, draft_length=draft_length, **options)
-            # What is left behind must be the emitted tokens and nothing after them.
+            # The cache must contain the emitted tokens and nothing after them.
             again = pair.generate(PROMPT, draft_length=draft_length, **options)
         assert again.tokens == got.tokens
         assert again.stats.cached_prompt_tokens == len(prompt) - 1
@@ -214,7 +214,7 @@ class TestEndsInsideADraft:
 
     @pytest.mark.parametrize("branches", TREES_AT_THE_END)
     def test_a_draft_model_at_the_end_of_its_context(self, branches: tuple[int, ...]) -> None:
-        # Each number of branches is tested with every third size, and all sizes are tested.
+        # Each number of branches is tested with every third size, so all sizes are tested.
         for context in range(6 + TREES_AT_THE_END.index(branches), 30, 3):
             options: dict[str, Any] = {"seed": 2, "logit_bias": {END: -np.inf}}
             with runtime(table(3, context_tokens=context)) as alone:
@@ -229,7 +229,7 @@ class TestEndsInsideADraft:
 
 
 class TestManyReplies:
-    """Several replies of one runtime in any order: only the KV cache carries over."""
+    """Several replies of one runtime in any order share only the KV cache."""
 
     @settings(max_examples=30)
     @given(
@@ -246,7 +246,7 @@ class TestManyReplies:
         )
     )
     def test_any_sequence_of_requests(self, requests: list[tuple[str, str, int, float, str, int]]) -> None:
-        # What a combination drafts follows what came true before, and drawn tokens what was drafted.
+        # The drafts of a combination depend on what was accepted before, and sampled tokens on the drafts.
         requests = [
             request
             for request in requests

@@ -63,7 +63,7 @@ def test_the_scalar_and_the_vector_version_agree() -> None:
 
 
 def test_extreme_hashes_stay_between_zero_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 0 or 1 would give infinite Gumbel noise, so that a token always or never wins."""
+    """A value of 0 or 1 would give infinite Gumbel noise, so that a token always or never wins."""
     monkeypatch.setattr(noise, "key", lambda *_: 0)  # It remembers results.
     for word in (0, 1, (1 << 64) - 1, (1 << 64) - 2):
         monkeypatch.setattr(noise, "_mix", lambda _, word=word: word)

@@ -1,4 +1,4 @@
-"""The sampling chain as logits processors: same bits as one function, fetched candidates, masks."""
+"""The sampling chain as logits processors: same bits as the single function, candidates, and masks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Forbid(LogitsProcessor):
 
 
 class Counting(HostLogits):
-    """Logits that record which rows were fetched as a whole and how many tokens were requested."""
+    """Logits that record which rows were fetched in full, and how many tokens were requested."""
 
     def __init__(self, logits: NDArray[np.float32]) -> None:
         super().__init__(logits)
@@ -116,7 +116,7 @@ class TestOrder:
 
 
 class TestFetchedCandidates:
-    """Large vocabularies stay fast because only tokens that can survive are fetched."""
+    """Large vocabularies stay fast, because only tokens that can survive the filters are fetched."""
 
     ROW = np.random.default_rng(1).normal(size=(1, 5000)).astype(np.float32)
 
@@ -166,7 +166,7 @@ class TestForbiddenTokens:
 
 
 class Overwrite(LogitsProcessor):
-    """A faulty processor that replaces the first logit by `value`."""
+    """A faulty processor that replaces the first logit with `value`."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -194,7 +194,7 @@ def test_a_processor_that_returns_no_valid_logit_is_reported(value: float, param
 
 
 class OnlyApply(LogitsProcessor):
-    """A new filter as a contributor would write it first: nothing but `apply`."""
+    """A new filter as a contributor would first write it, with only `apply`."""
 
     def apply(self, candidates: Candidates) -> Candidates:
         tokens, logits = candidates

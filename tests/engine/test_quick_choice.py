@@ -1,4 +1,4 @@
-"""The quick searches of the engine give the same bits as the simple definition in `reference_logits`."""
+"""The engine's fast searches give the same bits as the simple implementation in `reference_logits`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Forbid(LogitsProcessor):
 
 
 def random_row(seed: int, size: int, kind: str) -> NDArray[np.float32]:
-    """Return a row of logits that is like a model's, or difficult in one way."""
+    """Return a row of logits that resembles a model's, or is difficult in one way."""
     random = np.random.default_rng(seed)
     row: NDArray[np.floating[Any]] = random.normal(0.0, random.choice([0.3, 2.0, 10.0]), size)
     plausible = random.choice(size, min(size, int(random.integers(1, 80))), replace=False)
@@ -107,7 +107,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 def result(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or the error that it raises, as something that can be compared."""
+    """Return a call's result, or the error that it raises, in a comparable form."""
     try:
         return call()
     except BackendError as error:
@@ -157,12 +157,12 @@ class TestSameBits:
     def test_a_nucleus_whose_mass_is_almost_that_of_top_p(
         self, row: NDArray[np.float32], top_k: int, size: int, offset: float, seed: int
     ) -> None:
-        """Rounding decides how many tokens top-p keeps, so that the quick search must not."""
+        """Rounding decides how many tokens top-p keeps, so the fast search must not decide."""
         weights = np.sort(np.exp((row.astype(np.float64) - float(row.max())) / 0.8))[::-1]
         weights = weights[:top_k] if top_k else weights
         mass = float((weights / weights.sum()).cumsum()[min(size, len(weights) - 1)]) * (1 + offset)
         chain = (Temperature(0.8), *([TopK(top_k)] if top_k else []), TopP(min(mass, 1 - 1e-15)))
-        # Many positions, so that a token at the edge of the nucleus is chosen in some of them.
+        # Use many positions, so that a token at the edge of the nucleus is chosen at some of them.
         for position in range(20):
             noise = Noise(seed, position)
             wanted = ReferenceLogits(row[None]).best(0, 1, chain, noise)

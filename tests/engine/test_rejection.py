@@ -1,7 +1,8 @@
-"""Rejection mode with random draws on tables: replies follow the target distribution.
+"""In rejection mode with random draws on tables, replies follow the target distribution.
 
-A G-test for every sampler, drafter and rule, corrected for their number; and wrong rules, which it
-must catch.
+Every sampler, drafter and rule is tested with a G-test, corrected for the number of tests. The tests must
+also
+detect wrong rules.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def exact_law(sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
 
 
 def g_test(drawn: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """Return the p-value of the counts, 0 if an impossible reply occurred. Rare replies share a bin."""
+    """Return the p-value of the counts, or 0 if an impossible reply occurred. Rare replies share a bin."""
     if any(law.get(reply, 0.0) == 0.0 for reply in drawn):
         return 0.0
     total = drawn.total()
@@ -142,8 +143,8 @@ def g_test(drawn: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -
 CASES = list(product(SAMPLERS, DRAFTERS, RULES))
 
 
-# What every run draws: where the sampler changes most, rejection with each drafter. The long test draws every
-# case.
+# The cases of every run: the samplers that differ most, and rejection with each drafter. The long test covers
+# every case.
 QUICK = [
     (sampler, drafter, rule)
     for sampler, drafter, rule in CASES
@@ -154,7 +155,7 @@ QUICK = [
 @pytest.mark.parametrize(("sampler", "drafter", "rule"), QUICK, ids=[", ".join(case) for case in QUICK])
 def test_replies_follow_the_target_distribution(sampler: str, drafter: str, rule: str) -> None:
     drawn = Counter(replies(RULES[rule], DRAFTERS[drafter](), SAMPLERS[sampler]))
-    # Bonferroni over all cases; the seeds are fixed, so that this passes always or never.
+    # Bonferroni correction over all cases. The seeds are fixed, so this always gives the same result.
     assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(CASES)
 
 
@@ -215,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[int], Acceptance], str, str]] = {
 
 @pytest.mark.parametrize(("rule", "drafter", "sampler"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_rule_is_detected(rule: Callable[[int], Acceptance], drafter: str, sampler: str) -> None:
-    """Each mistake must be detected with as few replies as the test above uses."""
+    """Each mistake must be detected with as few replies as the previous test uses."""
     drawn = Counter(replies(rule, DRAFTERS[drafter](), SAMPLERS[sampler]))
     assert g_test(drawn, exact_law(SAMPLERS[sampler])) < SIGNIFICANT / len(CASES)
 

@@ -1,4 +1,4 @@
-"""The sampler compared with a slow reference over the whole vocabulary, and its push and pop."""
+"""The sampler compared with a slow reference, its push and pop, and the log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
-from edgespec.engine.logits import HostLogits
+from edgespec.engine.logits import HostLogits, token_logprob
 from edgespec.engine.noise import Stream, uniform
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
@@ -21,7 +22,7 @@ from edgespec.errors import BackendError, OptionError
 from tests.raising import raises
 
 VOCAB = 200
-# Quarters: many exact ties, and no two numbers that only rounding tells apart.
+# Multiples of a quarter give many exact ties, and no two numbers that differ only by rounding.
 quarters = st.integers(-24, 24).map(lambda n: n / 4)
 
 
@@ -61,7 +62,7 @@ histories = st.lists(st.integers(0, VOCAB + 20), max_size=12)
 
 
 def reference(row: NDArray[np.float32], params: SamplingParams, history: Sequence[int]) -> dict[int, float]:
-    """Compute the distribution in plain Python over all tokens, filters in documented order."""
+    """Compute the distribution in plain Python over all tokens, applying filters in the documented order."""
     width = len(history) if params.penalty_window < 0 else min(len(history), params.penalty_window)
     counts = Counter(history[len(history) - width :])
     logits = {}
@@ -285,3 +286,30 @@ class TestInvalidNumbers:
             SamplingParams(**options)  # type: ignore[arg-type]
         assert next(iter(options)) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+ROWS = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32) * 5
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+def test_they_are_the_logarithms_of_the_softmax(count: int) -> None:
+    for row in range(len(ROWS)):
+        expected = log_softmax(ROWS[row].astype(np.float64))
+        got = token_logprob(HostLogits(ROWS), row, 7, count)
+        assert got.token == 7
+        assert got.logprob == pytest.approx(expected[7], rel=1e-12)
+        best = np.argsort(-expected)[:count]
+        assert [token for token, _ in got.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in got.top], expected[best], rtol=1e-12)
+
+
+def test_of_equal_logits_the_lowest_ids_come_first() -> None:
+    got = token_logprob(HostLogits(np.zeros((1, 200), np.float32)), 0, 150, 3)
+    assert got.logprob == pytest.approx(-math.log(200))
+    assert [token for token, _ in got.top] == [0, 1, 2]
+
+
+def test_large_logits_do_not_overflow() -> None:
+    got = token_logprob(HostLogits(np.array([[1e30, -1e30]], np.float32)), 0, 0, 2)
+    assert got.logprob == 0.0
+    assert got.top[1][1] < -1e29

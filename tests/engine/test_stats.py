@@ -1,4 +1,4 @@
-"""Statistics of a reply: all time of a round belongs to a phase, overlapped time to the verify pass."""
+"""A reply's statistics: every moment of a round belongs to a phase, and overlapped time to verify passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share. scripts/test_gpu runs them, on a software device if there is no GPU."""
+"""Fixtures for tests on a GPU. scripts/test_gpu runs them, on a software device if there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgespec.backends.llamacpp.devices import Gpu, cards
 from edgespec.loading import bit_exactness
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 
-# Enough layers to divide between the GPU and the CPU, and few enough for a software device.
+# Number of layers: enough to split between the GPU and the CPU, and few enough for a software device.
 _SMOLLM2_LAYERS = 4
 
 
@@ -31,7 +31,7 @@ def only_with_a_gpu(card: Gpu) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_trial_on_slow_devices(card: Gpu) -> Iterator[None]:
-    """Try only short contexts and narrow passes on a device in software, which needs minutes for others."""
+    """On a software device, test only short contexts and narrow passes, because others take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         if "llvmpipe" in card.description:
             patch.setattr(bit_exactness, "LONG_TRIAL_SECONDS", 0.0)
@@ -41,7 +41,7 @@ def short_trial_on_slow_devices(card: Gpu) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def short_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 without its upper layers: it has the kernels of the whole model, but writes nonsense."""
+    """SmolLM2 without its upper layers. It uses the kernels of the whole model, but writes nonsense."""
     path = tmp_path_factory.mktemp("short") / "short-smollm2-q4_1.gguf"
     parts = GgufParts([smollm2])
     tensors = parts.shared() | parts.layers(0, _SMOLLM2_LAYERS)

@@ -1,4 +1,4 @@
-"""The plan states the memory that the GPU's driver hands out. The checks are those of scripts/check_gpu."""
+"""The plan matches the memory that the GPU's driver allocates. Uses the checks of scripts/check_gpu."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scripts.gpu_checking.steps import create_plan_step, run_step
 pytestmark = pytest.mark.gpu
 
 _STEP_SECONDS = 240
-# Room for the logits, which are in main memory that the driver hands out, and for what the driver rounds up.
+# Margin for the logits, which are in main memory that the driver allocates, and for the driver's rounding.
 _NEAR_MIB = 16
 
 
 def api_of(card: Gpu) -> str:
-    """Return the name of the API in llama.cpp's name of a GPU, such as `CUDA0`."""
+    """Return the name of the API from llama.cpp's name of a GPU, such as `CUDA0`."""
     return card.name.rstrip("0123456789").lower()
 
 

@@ -1,4 +1,4 @@
-"""Layers, KV caches and both models of a pair are where the options or the plan put them."""
+"""Layers, KV caches and both models of a pair are where the options or the plan place them."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def loaded(target: Path, draft: str = "none", **options: Any) -> Iterator[tuple[
 
 
 def last_load(lines: list[str]) -> list[str]:
-    """Return the lines since the last model was opened. The plan opens it before, without its weights."""
+    """Return the log lines since the last model was opened. The plan opens it earlier, without weights."""
     return lines[max(i for i, line in enumerate(lines) if "loaded meta data" in line) :]
 
 
 def offloaded(lines: list[str]) -> list[tuple[int, int]]:
-    """Return the layers on the GPU and the number of layers, for each model in the order of loading."""
+    """Return the number of GPU layers and of all layers for each model, in loading order."""
     return [(int(m[1]), int(m[2])) for line in lines if (m := _OFFLOADED.search(line))]
 
 
@@ -89,7 +89,7 @@ def test_layers_are_divided_between_the_gpu_and_the_cpu(target: Path, card: Gpu,
 
 def test_without_layers_the_gpu_is_not_used(target: Path, card: Gpu) -> None:
     with loaded(target, context=512, gpu_layers=0) as (runtime, lines):
-        # llama.cpp runs prompts of 32 tokens and more on the GPU if it may use it at all.
+        # llama.cpp runs prompts of 32 tokens or more on the GPU if it may use it at all.
         assert runtime.generate(HOWTO * 8, max_tokens=4).tokens
         assert not any(card.name in line for line in last_load(lines))
 
@@ -183,7 +183,7 @@ def test_layers_are_divided_between_two_gpus(demo_target: Path, card: Gpu) -> No
     result = json.loads(done.stdout)
     cache = sizes(result["lines"], "KV")
     assert set(cache) == {"Vulkan0", "Vulkan1"}
-    # The output layer is on one of them, which has fewer layers with a cache.
+    # The output layer is on one of them, so that GPU has fewer layers with a cache.
     assert min(cache.values()) > sum(cache.values()) / 3
     with loaded(demo_target, context=512) as (runtime, _):
         assert runtime.generate(HOWTO, max_tokens=8, temperature=0.0).tokens == tuple(result["tokens"])

@@ -1,4 +1,4 @@
-"""Replies on a GPU are those of plain decoding with the layers in the same places."""
+"""Replies on a GPU equal those of plain decoding with the same layer placement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.api.questions import HOWTO, REPEATS, equal
 
 pytestmark = pytest.mark.gpu
 
-# Whole models on the GPU, and half of their layers on the CPU.
+# Whole models on the GPU, and models with half of their layers on the CPU.
 PLACEMENTS = [pytest.param(None, id="gpu"), pytest.param(0.5, id="divided")]
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}]
 _LAYERS = 12
@@ -34,7 +34,7 @@ def gpu_layers(share: float | None) -> int | None:
 
 
 def check_equal(runtime: Runtime, method: str, draft_length: int = 4) -> list[Reply]:
-    """Check that a method's replies are those of plain decoding, and return them."""
+    """Check that a method's replies equal those of plain decoding, and return them."""
     replies = []
     for prompt in (HOWTO, REPEATS):
         for sampling in SAMPLING:
@@ -81,7 +81,7 @@ def test_a_head(share: float | None, card: Gpu) -> None:
     command = [sys.executable, "-c", _WITH_A_HEAD, layers, HOWTO]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     if done.returncode < 0 and "llvmpipe" in card.description:
-        # Some of the runs end with a signal in a thread of the driver.
+        # Some runs end with a signal in one of the driver's threads.
         pytest.skip(f"Mesa's driver crashed with signal {-done.returncode} while a head read hidden states")
     assert done.returncode == 0, done.stderr
     is_equal, accepted = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The default context is as long as the model was trained for, if nothing else is given up for that."""
+"""The default context is as long as the model was trained for, if nothing has to be reduced for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.decode.request import ReplySettings
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, plan_pair
-from edgespec.memory import Budget
+from edgespec.memory.budget import Budget
 from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.model.base import LoadOptions
@@ -99,7 +99,7 @@ def test_a_longer_context_takes_nothing_from_the_rest_of_the_plan(target: Path) 
     assert seen == sorted(seen, reverse=True)
     assert (seen[0], seen[-1]) == (LONG, DEFAULT)
     assert len(set(seen)) > 2
-    # A plan that already gives something up gets no longer context.
+    # If the plan already reduces something, the context is not extended.
     assert context_of(target, budget_bytes=min_bytes - 1) < DEFAULT
 
 
@@ -172,7 +172,7 @@ def test_replies_without_a_limit_end_at_the_default_context_length(target: Path)
 def test_a_draft_with_another_vocabulary_grows_with_the_target(
     words: tuple[str, ...], others: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft starts with a smaller context than the longest prompt, and replies stay the same."""
+    """The draft model starts with a context smaller than the longest prompt, and replies stay the same."""
     monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", 256)
     monkeypatch.setattr("edgespec.loading.pair_loading.FOREIGN_CONTEXT_TOKENS", 512)
     for module in ("memory.context_resize", "decode.session"):

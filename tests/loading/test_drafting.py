@@ -1,4 +1,4 @@
-"""Drafters are created from options, and errors for missing ones tell how to get them."""
+"""Drafters are created from options, and errors for missing drafters say how to get them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICKLY: dict[str, Any] = {"context": 256, "exactness": "off", "measure_costs": 
 
 
 def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: Any) -> list[edgespec.Reply]:
-    """Return the replies of these methods, after checking that they equal plain decoding."""
+    """Return the replies of these methods after checking that they equal plain decoding."""
     how: dict[str, Any] = {"max_tokens": LENGTH, "seed": 3, "temperature": 0.8} | options
     plain = runtime.generate(PROMPT, method="none", **how)
     replies = [runtime.generate(PROMPT, method=method, **how) for method in methods]
@@ -273,7 +273,7 @@ class TestOptions:
     @pytest.mark.long
     @pytest.mark.parametrize("window", [24, None])
     def test_the_draft_context_is_only_as_large_as_its_window(self, window: int | None) -> None:
-        """A KV cache for the whole context would not fit, so it must not be allocated at any time."""
+        """A KV cache for the whole context would not fit, so it must never be allocated."""
         options: dict[str, Any] = {"context": 16384, "draft_window": window}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.draft is not None

@@ -18,7 +18,7 @@ from edgespec.loading.heads import choose_heads, describe_choice
 from edgespec.loading.pairing import ModelPair, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.layerskip import prepare_layerskip
-from edgespec.memory import Budget
+from edgespec.memory.budget import Budget
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.mlx_files import mlx_installed
 from edgespec.options.methods import head_names

@@ -1,4 +1,4 @@
-"""Pairs of a target and a draft from different backends: the same tokens and acceptance rate."""
+"""Pairs of a target and a draft model from different backends: same tokens, same acceptance rate."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from tests.backends.tiny_models import write_llama
 from tests.cases import covering
 from tests.raising import raises
 
 pytest.importorskip("mlx.core")
 
-# In each mixed pair the two models are the embedded ones, whose weights are the same numbers in both forms.
+# Each mixed pair consists of the two bundled models, whose weights have the same values in both formats.
 PAIRS = {"GGUF target": ("demo", "demo-mlx-draft"), "MLX target": ("demo-mlx", "demo-draft")}
 SHAPES = {"tree": (2, 2), "chain": ()}
 METHODS = ("model", "model+ngram")
@@ -48,7 +48,7 @@ def acceptance_rate(replies: list[Reply]) -> float:
     return sum(reply.stats.accepted_tokens for reply in replies) / drafted
 
 
-# By default, each pair runs with one shape. The MLX target has the cheaper one.
+# By default, each pair runs with one shape. The MLX target uses the cheaper one.
 WITH_ALL_SHAPES = pytest.mark.parametrize(
     ("names", "branches"),
     covering(list(PAIRS.values()), list(SHAPES.values())),
@@ -98,7 +98,7 @@ def test_a_mixed_pair_has_the_same_tokens_and_acceptance(
     assert [reply.tokens for reply in got] == [reply.tokens for reply in plain[temperature]]
     assert all(reply.method.effective == method for reply in got)
     assert all(reply.stats.draft_weight_bytes > 0 for reply in got)
-    # What a combination asks of its halves depends on what they cost, too.
+    # How a combination uses its drafters also depends on their costs.
     if method == "model":
         usual = acceptance_rate(replies_of(alike, temperature, method=method))
         assert acceptance_rate(got) >= 0.9 * usual > 0.1

@@ -24,7 +24,7 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, budget_for, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.memory import Budget
+from edgespec.memory.budget import Budget
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Adapter
@@ -169,7 +169,7 @@ def test_the_draft_kv_cache_is_quantised_first() -> None:
 
 
 class TestInstalledModels:
-    """LM Studio has the demo's models with fewer bits installed, and the hub cannot be reached."""
+    """The demo's models are installed in LM Studio with fewer bits, and the hub is unreachable."""
 
     @pytest.fixture(autouse=True)
     def shelf(self, own_home: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from edgespec.loading import exact, prefix_cache_options
 from edgespec.loading.load_request import LoadRequest
 from edgespec.loading.pair_loading import load_target
 from edgespec.loading.prefix_cache_options import _identity, file_states
-from edgespec.memory.prefix_cache import ReuseCosts
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter
@@ -166,7 +166,7 @@ class TestIdentity:
         assert self.identity(options={name: STORED[name]}) != self.identity()
 
     def test_identity_depends_on_the_passes_that_computed_the_cells(self) -> None:
-        """Cells of passes that are not restricted, such as those that replies share, round differently."""
+        """Cells from unrestricted passes, such as those that replies share, round differently."""
         found = {self.identity(), self.identity(exact=True), self.identity(exact=True, fixes_threads=True)}
         assert len(found) == 3
 

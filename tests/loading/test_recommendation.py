@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def machine(gigabytes_per_second: float, extra_cost: float = 0.1) -> MachineSpeed:
-    """A machine that reads all types equally fast, and needs `extra_cost` for every further token."""
+    """Return a machine that reads all types equally fast, with `extra_cost` for every additional token."""
     step = 1e-9 / gigabytes_per_second
     widths = (1, 2, 4, 8, 16)
     curve = CostCurve(widths, tuple(step * (1 + extra_cost * (width - 1)) for width in widths))

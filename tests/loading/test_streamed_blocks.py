@@ -1,4 +1,4 @@
-"""Low-bit copies of streamed blocks: what is prepared, when it is used, and that replies stay the same."""
+"""Low-bit copies of streamed blocks: what is prepared and when it is used. Replies stay the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PROMPT = "List the files of the file, the list of files, the files."
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 100 MB that consists nearly only of feed-forward blocks."""
+    """Write a model of 100 MB that consists almost entirely of feed-forward blocks."""
     path = tmp_path_factory.mktemp("big") / "big.gguf"
     return write_llama(path, layers=_LAYERS, feed_forward=8192)
 
@@ -52,7 +52,7 @@ def own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def memory_bytes(big: Path) -> int:
-    """A budget for which about two thirds of the model must be streamed."""
+    """Return a budget for which about two thirds of the model must be streamed."""
     return int(_plan(big, 1 << 40).plan.total_bytes) - 40 * _MIB
 
 
@@ -189,7 +189,7 @@ def test_copies_that_are_prepared_again_are_used_again(
 
 
 def test_the_newest_copies_that_fit_are_used(big: Path, memory_bytes: int, prepared: PreparedModel) -> None:
-    """Those for more memory are fewer, so that without it not enough blocks can be streamed."""
+    """Copies for more memory contain fewer blocks, so with less memory, too few blocks can be streamed."""
     others = prepare_substitutes(big, memory_bytes + 8 * _MIB, "Q4_0")
     assert find_substitutes(big) == others
     assert others.facts["weight_bytes"] < prepared.facts["weight_bytes"]
@@ -249,7 +249,7 @@ def test_replies_are_those_of_plain_decoding(
     method: str,
     branches: Any,
 ) -> None:
-    # Trees that adapt reserve more of the KV cache and of the logits.
+    # Adaptive trees reserve more memory for the KV cache and the logits.
     memory = memory_bytes + 8 * _MIB * (branches == "auto")
     with _loaded(big, memory, method, draft_branches=branches) as runtime:
         assert runtime.plan is not None
@@ -265,7 +265,7 @@ def test_replies_are_those_of_plain_decoding(
 
 @pytest.mark.real
 def test_replies_of_a_real_model_are_those_of_plain_decoding(real_models: Path) -> None:
-    """SmolLM2 is too small for `prepare`: the KV cache for drafting takes more than the copies save."""
+    """SmolLM2 is too small for `prepare`: the draft's KV cache takes more memory than the copies save."""
     path = real_models / "smollm2-f16.gguf"
     options: dict[str, Any] = {"context": 512, "headroom": "0", "prefix_cache": "none"}
     memory = _plan(path, 1 << 40, **options).plan.total_bytes - 20 * _MIB

@@ -1,4 +1,4 @@
-"""Faults at the places where they would be real, which `verify` must find and name."""
+"""Realistic faults, which `verify` must find and classify."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         slots = self.shared.slots
         other = slots[(slots.index(self) + 1) % len(slots)]
         with self._lock:
-            # llama.cpp fails if a sequence has cells after its own last position.
+            # llama.cpp fails if a sequence has cells after its last position.
             end = self._lib.llama_memory_seq_pos_max(self._memory, self._first)
             self._lib.llama_memory_seq_cp(self._memory, other._first, self._first, 1, min(1 + count, end))
         return part
@@ -53,7 +53,7 @@ def target_of(runtime: Runtime) -> LlamaCppModel:
 
 
 def keep_a_rejected_cell(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
-    """Make every commit of the target keep the cell of the first rejected token too."""
+    """Make every commit of the target also keep the first rejected token's cell."""
     commit, cells = KvCells.commit, target_of(runtime).cells
 
     def faulty(self: KvCells, path: tuple[int, ...]) -> bool:
@@ -65,12 +65,12 @@ def keep_a_rejected_cell(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> N
 
 
 def leave_a_cell_behind(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, *, only_commit: bool) -> None:
-    """Make rollbacks of the target leave the first removed cell in the cache, where later tokens read it.
+    """Make the target's rollbacks leave the first removed cell in the cache, where later tokens read it.
 
     Args:
-        monkeypatch: Ends the fault.
+        monkeypatch: Undoes the fault at the end of the test.
         runtime: The runtime.
-        only_commit: Whether only rollbacks at the end of a round are wrong, or all.
+        only_commit: Whether only rollbacks at the end of a round are faulty, rather than all of them.
     """
     drop, commit, target = KvSequences.drop, KvCells.commit, target_of(runtime)
     committing: list[KvCells] = []
@@ -79,7 +79,7 @@ def leave_a_cell_behind(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, *, on
         is_wrong = self is target.context and (committing or not only_commit)
         if is_wrong and sequence == 0 and start > 0 and end == -1:
             with self._lock:
-                # llama.cpp fails if a sequence has cells after its own last position.
+                # llama.cpp fails if a sequence has cells after its last position.
                 self._lib.llama_memory_seq_add(self._memory, self._first, start, start + 1, -start)
         return drop(self, sequence, start, end)
 
@@ -95,7 +95,7 @@ def leave_a_cell_behind(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, *, on
 
 
 def keep_the_wrong_branch(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Callable[[], int]:
-    """Make the target keep the cells of another branch of a draft tree, if there is one as long.
+    """Make the target keep the cells of another branch of a draft tree of the same length, if any.
 
     Returns:
         A function that returns how often a wrong branch was kept.
@@ -118,7 +118,7 @@ def keep_the_wrong_branch(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> 
 
 
 def write_into_the_cache(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
-    """Make the suffix drafter overwrite the last cell of the target's cache with that of another token."""
+    """Make the suffix drafter overwrite the last cell of the target's cache with another token's cell."""
     propose = SuffixDrafter.propose
     target = target_of(runtime)
 
@@ -135,13 +135,13 @@ def write_into_the_cache(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> N
 def noisy_width(
     monkeypatch: pytest.MonkeyPatch, runtime: Runtime, width: int, size: float, *, repeatable: bool = True
 ) -> Callable[[], int]:
-    """Add noise to the logits of all passes of the target of one width, as a bad kernel would.
+    """Add noise to the logits of all target passes of one width, as a faulty kernel would.
 
     Args:
-        monkeypatch: Ends the fault.
+        monkeypatch: Undoes the fault at the end of the test.
         runtime: The runtime.
         width: The width of the passes.
-        size: Largest noise, in logits.
+        size: Maximum noise, in logits.
         repeatable: Whether the same pass gets the same noise every time.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Verifying replies that are generated at once: rounding is measured, and bugs are faults."""
+"""Verify concurrent replies: rounding is measured, and bugs are reported as faults."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from edgespec.backends.llamacpp.context import ThreadCount
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import VerifyReport, read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
 from edgespec.losslessness.replay import Reason
+from edgespec.losslessness.report import VerifyReport
 from edgespec.losslessness.sharing import SharingErrors, measure_sharing
-from edgespec.losslessness.verify import _Verification
+from edgespec.losslessness.verify import _Verification, verify
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import write_llama
 from tests.losslessness.faults import share_cells
@@ -128,7 +129,7 @@ class TestErrors:
     def test_the_load_of_the_machine_neither_hides_nor_causes_leaks(
         self, models: Sequence[LanguageModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The number of CPU threads follows the load of the machine. Here it changes all the time."""
+        """The number of CPU threads normally follows the machine's load. Here it changes constantly."""
         random = Random(0)
         models[0].set_max_threads(2)
         monkeypatch.setattr(ThreadCount, "update", lambda count: min(count.most, random.randint(1, 2)))

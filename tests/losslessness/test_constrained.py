@@ -6,7 +6,8 @@ import pytest
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.losslessness import read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
+from edgespec.losslessness.verify import verify
 from edgespec.store.catalogue import models_folder
 from tests.losslessness.test_verify import prove, rounding
 from tests.tables import near, runtime, table

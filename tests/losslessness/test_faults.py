@@ -1,6 +1,6 @@
-"""`verify` finds faults that are put into the loop, the caches and the kernels, and names them.
+"""`verify` finds faults injected into the loop, the caches and the kernels, and classifies them.
 
-It computes the logits of a text again, with prompts that are read in batches of other sizes.
+It recomputes the logits of a text, with prompts that are processed in batches of other sizes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import pytest
 import edgespec
 from edgespec import Runtime
 from edgespec.api.loading import always_draft
-from edgespec.losslessness import VerifyReport, read_prompts, verify
+from edgespec.losslessness.cases import read_prompts
 from edgespec.losslessness.replay import Alone, Reason, largest_difference, logit_rows
+from edgespec.losslessness.report import VerifyReport
+from edgespec.losslessness.verify import verify
 from tests.losslessness.faults import (
     keep_a_rejected_cell,
     keep_stale_prefixes,
@@ -46,14 +48,14 @@ def trees() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def f16() -> Iterator[Runtime]:
-    """The demo with KV cells that llama.cpp can move to other positions."""
+    """Load the demo with KV cells that llama.cpp can move to other positions."""
     with always_draft(), edgespec.load("demo", context=512, kv_type="f16", exactness="off") as runtime:
         yield runtime
 
 
 @pytest.fixture(scope="module")
 def real(smollm2: Path) -> Iterator[Runtime]:
-    """A real model, with settings with which the logits of most builds depend on the width of a pass."""
+    """Load a real model with settings for which, in most builds, logits depend on the pass width."""
     options: dict[str, Any] = {"kv_type": "f16", "threads": 1, "flash_attention": "off", "exactness": "off"}
     with always_draft(), edgespec.load(str(smollm2), "none", context=512, **options) as runtime:
         yield runtime
@@ -92,7 +94,7 @@ class TestRollback:
     def test_a_cell_that_is_left_behind(
         self, f16: Runtime, monkeypatch: pytest.MonkeyPatch, only_commit: bool
     ) -> None:
-        """If every rollback is wrong, so are those of the replay, but with other rejected tokens."""
+        """If every rollback is faulty, so are those of the replay, but with other rejected tokens."""
         leave_a_cell_behind(monkeypatch, f16, only_commit=only_commit)
         reports = [
             prove(f16, prompts=[prompt], methods=("model",), temperatures=(0.8,)) for prompt in PROMPTS
@@ -146,7 +148,7 @@ class TestNoisyKernels:
 
 
 def test_a_stale_prefix(chains: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding is as wrong as the methods, so that all replies are equal."""
+    """Plain decoding is as wrong as the methods, so all replies are equal."""
     keep_stale_prefixes(monkeypatch)
     report = prove(chains)
     assert report.faults > 0
@@ -154,7 +156,7 @@ def test_a_stale_prefix(chains: Runtime, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class TestRealModel:
-    """Faults and rounding are told apart where both occur. The demo models show the other faults."""
+    """Faults and rounding are distinguished if both occur. Other faults are tested with the demo models."""
 
     FEW: ClassVar[dict[str, Any]] = {
         "methods": ("suffix", "ngram"),
@@ -190,7 +192,7 @@ class TestRealModel:
 
 @pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
 def test_batches_of_other_sizes(demo_target: Path, kv_type: str, rounds: bool) -> None:
-    """A cache with one kernel for all widths agrees bit for bit, however a text came to be read."""
+    """With one kernel for all widths, a cache agrees bit for bit, however a text was processed."""
     tokens = np.random.default_rng(0).integers(512, 4096, 400).tolist()
     with (
         edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain,

@@ -9,7 +9,8 @@ import pytest
 
 from edgespec import Message
 from edgespec.errors import OptionError
-from edgespec.losslessness import Prompt, cases, read_prompts
+from edgespec.losslessness import cases
+from edgespec.losslessness.cases import Prompt, read_prompts
 from edgespec.store.catalogue import models_folder
 from tests.raising import raises
 

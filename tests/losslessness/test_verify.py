@@ -1,9 +1,10 @@
-"""Verification tells rounding from faults, and detects wrong distributions."""
+"""Verification tells rounding from faults, and its statistics detect wrong distributions."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import edgespec
 from edgespec import Message, Runtime
@@ -18,10 +20,13 @@ from edgespec.decode import idle
 from edgespec.engine import acceptance
 from edgespec.engine.acceptance import AcceptedPath, Invariant
 from edgespec.engine.logits import HostLogits
+from edgespec.engine.sampling import Distribution
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import Prompt, VerifyReport, count_replies, read_prompts, verify
+from edgespec.losslessness.cases import Prompt, count_replies, read_prompts
 from edgespec.losslessness.replay import Reason
+from edgespec.losslessness.report import VerifyReport, holm, p_value
+from edgespec.losslessness.verify import verify
 from tests.tables import Saying, near, runtime, table, with_drafter
 from tests.tabular import TabularModel
 
@@ -30,7 +35,7 @@ METHODS = ("model", "ngram", "model+ngram")
 
 
 class Rounding(TabularModel):
-    """A table whose wide passes are a little off, as quantised kernels are.
+    """A table model whose wide passes are slightly inaccurate, like quantised kernels.
 
     As in real kernels, a row depends on the width of the pass, but not on the tokens of other rows.
     """
@@ -201,7 +206,7 @@ class TestRejectionMode:
 
 
 class Learner(Saying):
-    """Guesses nothing before it has rested. lessons: how often it may rest before there is nothing left."""
+    """Drafts nothing before its first idle work. `lessons` is how often it has idle work to do."""
 
     has_idle_work = True
 
@@ -318,7 +323,7 @@ class TestOptions:
         )
         replies = count_replies(PROMPTS, **asked)
         assert replies == {"invariant": 32, "rejection": 4 + 12 + 12 * 3}[acceptance]
-        # All replies here have at most three tokens, so they take equal parts of the progress.
+        # All replies here have at most three tokens, so each is an equal part of the progress.
         assert sorted(set(fractions)) == pytest.approx([done / replies for done in range(replies + 1)])
 
 
@@ -340,7 +345,7 @@ def test_the_demo_pair(acceptance: str, every: int) -> None:
 
 
 def test_replays_use_the_sampling_settings_of_the_model(smollm2: Path) -> None:
-    """SmolLM2 comes with its own top-p, which decides some of these tokens."""
+    """SmolLM2 recommends its own top-p, which decides some of these tokens."""
     with edgespec.load(str(smollm2), "none", context=512, threads=1, exactness="off") as runtime:
         assert runtime.reply_defaults()["top_p"] == 0.9
         prompts = [prompt for prompt in read_prompts() if prompt.name in ("howto-01", "multi-turn-01")]
@@ -349,3 +354,36 @@ def test_replays_use_the_sampling_settings_of_the_model(smollm2: Path) -> None:
         )
     assert len(prompts) == 2
     assert report.faults == 0
+
+
+class TestStatistics:
+    LAW = Distribution(np.arange(30), np.array([0.3, 0.2, 0.1] + [0.4 / 27] * 27))
+
+    def draws(self, seed: int, count: int, law: Distribution) -> Counter[int]:
+        return Counter(np.random.default_rng(seed).choice(law.tokens, count, p=law.probs).tolist())
+
+    def test_p_values_are_uniform_under_the_null_hypothesis(self) -> None:
+        values = [p_value([(self.draws(seed, 80, self.LAW), self.LAW)]) or 0.0 for seed in range(200)]
+        assert stats.kstest(values, "uniform").pvalue > 1e-3
+
+    def test_another_distribution_is_detected(self) -> None:
+        other = Distribution(self.LAW.tokens, np.roll(self.LAW.probs, 1))
+        p = p_value([(self.draws(1, 80, other), self.LAW)])
+        assert p is not None
+        assert p < 1e-4
+
+    def test_impossible_tokens_are_detected(self) -> None:
+        law = Distribution(np.arange(3), np.array([0.5, 0.5, 0.0]))
+        p = p_value([(Counter({0: 50, 1: 49, 2: 1}), law)])
+        assert p is not None
+        assert p < 1e-4
+
+    def test_a_single_bin_gives_no_p_value(self) -> None:
+        certain = Distribution(np.array([7]), np.array([1.0]))
+        assert p_value([(Counter({7: 100}), certain)]) is None
+        assert p_value([]) is None
+
+    def test_holm(self) -> None:
+        assert holm([]) == []
+        assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+        assert holm([0.5, 0.9]) == [1.0, 1.0]

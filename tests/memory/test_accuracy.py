@@ -1,4 +1,4 @@
-"""Estimates from metadata match the sizes that the libraries log, and hold under a hard memory limit."""
+"""Estimates from metadata match the sizes that libraries log, and hold under a hard memory limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WRITERS: list[Callable[[Path], Path]] = [
 ]
 _REAL = re.compile(r"(KV|RS|state) buffer size = *([\d.]+) MiB")
 _WEIGHTS = re.compile(r"model buffer size = *([\d.]+) MiB")
-# The library rounds each of its numbers to hundredths of a MiB, and pads each buffer.
+# The library rounds each number to hundredths of a MiB, and pads each buffer.
 _ROUNDING_BYTES = 3 * 2**20 // 100
 
 
@@ -115,7 +115,7 @@ def test_planned_sizes_match_llama_cpp_for_each_kv_type(kv_type: str, context_to
 
 
 def test_very_long_contexts_are_scaled_from_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One simulation must suffice, because the advice compares dozens of context lengths."""
+    """A single simulation must suffice, because the advice compares dozens of context lengths."""
     made: list[int] = []
 
     def counted(weights: object, plan: ContextPlan, options: LoadOptions, **rest: bool) -> ContextBuffers:
@@ -177,7 +177,7 @@ def test_vocabulary_estimate_includes_merges() -> None:
 def test_split_model_estimate_matches_llama_cpp(
     quantisation: str, flash_attention: str, demo_in_halves: Path, tmp_path: Path
 ) -> None:
-    """Most CPUs repack Q4_0 weights, and then both parts hold a copy of the shared tensors."""
+    """Most CPUs repack Q4_0 weights, so both parts hold a copy of the shared tensors."""
     folder = demo_in_halves
     if quantisation == "Q4_0":
         path = tmp_path / "demo.gguf"
@@ -260,7 +260,7 @@ class TestHardLimit:
         assert "a context of 65,536 tokens" in what
         least = int(next_step.split()[2])
         assert 32_768 <= least < 65_536
-        # What the process itself takes differs a little from run to run.
+        # The process's own memory use differs slightly from run to run.
         plan, generated, _ = _limited(least - 1024, "f16")
         assert plan["fits"]
         assert plan["total_bytes"] > plan["budget_bytes"] * 0.95

@@ -1,4 +1,4 @@
-"""Contexts that grow and shrink on tables, whose sizes are known exactly."""
+"""Growing and shrinking contexts of table models, whose sizes are known exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL, LARGE = 256, 1024
 
 
 class Padded(TabularModel):
-    """A model whose passes are padded to exact widths, so that its context keeps two tokens free."""
+    """A model whose passes are padded to exact widths, so its context keeps two tokens free."""
 
     def __init__(self) -> None:
         super().__init__(table(1, end=-50.0)._table, context_tokens=SMALL)
@@ -46,7 +46,7 @@ def test_the_context_grows_for_an_embedding_that_almost_fills_it(count: int) -> 
 
 
 class Unshrinkable(TabularModel):
-    """A draft model that holds more tokens than its length says, as with another vocabulary."""
+    """A draft model that holds more tokens than its length, as with a different vocabulary."""
 
     def resize(self, context_tokens: int) -> None:
         raise ContextFullError(

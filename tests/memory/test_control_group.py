@@ -17,7 +17,7 @@ from edgespec.memory.budget import process_limits
 limit = min(process_limits(), key=lambda limit: limit.free_bytes)
 print(limit.free_bytes, limit.what)
 """
-# Fills the context of the demo pair with a prompt, and has a reply written.
+# Fills the demo pair's context with a prompt, and generates a reply.
 FILL = """
 import edgespec
 from edgespec.errors import MemoryBudgetError

@@ -1,4 +1,4 @@
-"""Tests of the planner on a pair with round sizes: what it gives up, and in what order."""
+"""The planner with a pair of round sizes: what it reduces, and in what order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import OptionError
-from edgespec.memory import (
-    Budget,
-    Item,
-    MemoryPlan,
-    PlanChoice,
-    PlanOption,
-    Preference,
-    fit_to_budget,
-)
+from edgespec.memory.budget import Budget
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget
+from edgespec.memory.plan import Item, MemoryPlan
 from edgespec.model.memory_estimate import ExpertShares, Pool
 
 _KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}
@@ -80,7 +74,7 @@ def test_prefer_context_quantises_the_cache_first() -> None:
 
 
 def test_a_larger_step_undoes_earlier_ones_that_are_no_longer_needed() -> None:
-    """Without its draft the target fits unchanged, so the planner reports only the draft."""
+    """Without its draft model, the target fits unchanged, so the planner reports only the draft model."""
     fixed: frozenset[PlanOption] = frozenset({"context"})
     alone = replace(START, draft=False)
     least = replace(START, kv_type="q4_0", draft_window=1024)
@@ -101,7 +95,7 @@ def test_the_smallest_plan_may_not_fit() -> None:
 
 
 def test_steps_that_free_nothing_are_not_reported() -> None:
-    """The draft's KV cache has the target's type, unless it has one of its own."""
+    """The draft model's KV cache uses the target's type, unless it has its own."""
 
     def follows(choice: PlanChoice) -> MemoryPlan:
         taken = 512 * _KV_BYTES[choice.draft_kv_type or choice.kv_type]
@@ -127,7 +121,7 @@ def test_steps_that_the_model_does_not_support_are_skipped() -> None:
 
 
 class TestCards:
-    """Two memory pools: layers on the graphics card, and all others in system memory."""
+    """Two memory pools: some layers on the graphics card, and the others in main memory."""
 
     def _measure(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
         there = _LAYERS + 1 if choice.gpu_layers is None else choice.gpu_layers
@@ -163,7 +157,7 @@ class TestCards:
 
 
 class TestExperts:
-    """A card, and a model most of whose layers consist of experts."""
+    """A card, and a model whose layers consist mostly of experts."""
 
     _EXPERTS, _REST = 2_000, 500
 
@@ -212,7 +206,7 @@ class TestExperts:
 
 
 class TestDraftersOnTheCard:
-    """A card, and a target whose layers can move to main memory, with a draft model or heads on the card."""
+    """A target whose layers can move off the card, and a draft model or heads that stay on it."""
 
     _LAYER, _OUTPUT = 3_000, 2_000
     _TARGET = _LAYERS * _LAYER + _OUTPUT
@@ -313,12 +307,12 @@ class TestDraftersOnTheCard:
         larger, _ = self._fit(card_bytes + more_bytes, draft_bytes, fixed=frozenset(fixed), prefer=prefer)
         most = _LAYERS + 1
         layers, more_layers = (most if it.gpu_layers is None else it.gpu_layers for it in (choice, larger))
-        # A draft model that has become small enough for the card can take layers from it.
+        # A draft model that has become small enough for the card can take the place of layers there.
         assert more_layers >= layers or (larger.draft and not choice.draft)
 
 
 def test_a_drafter_is_restored_if_later_reductions_leave_room_for_it() -> None:
-    """16-bit weights save more than the draft model needs, but are the last resort."""
+    """16-bit weights would save more memory than the draft model needs, but are the last resort."""
 
     def widened(choice: PlanChoice, budget_bytes: int = 0) -> MemoryPlan:
         plan = within(budget_bytes)(choice)

@@ -1,4 +1,4 @@
-"""Prefixes with images are reused only where a fresh prefill would start a new pass."""
+"""Prefixes with images are reused only where a fresh prefill would also start a new pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 60)), max_size=6)
 
 
 def sequence(runs: list[tuple[bool, int]]) -> list[int]:
-    """Return texts and images of these lengths, and a text at the end."""
+    """Return text and images of these lengths, followed by text."""
     tokens = [1, 2]
     for number, (is_image, length) in enumerate(runs):
         tokens += image_token_ids(b"%d" % number, length) if is_image else [3] * length
@@ -47,7 +47,7 @@ def test_passes_after_a_reused_prefix_are_those_of_a_fresh_prefill(
     begin = reusable_tokens(BLOCKS, tokens, data.draw(st.integers(0, len(tokens))))
     ends = list(_pass_ends(tokens, begin, BLOCK))
     fresh = set(_pass_ends(tokens, 0, BLOCK))
-    # Texts end with a pass for the rest after the last whole block, in both cases.
+    # In both cases, text ends with a pass for the tokens after the last whole block.
     assert set(ends) <= fresh
     for start, end in pairwise([begin, *ends]):
         assert contains_image(tokens[start:end]) <= (len(list(token_runs(tokens[start:end]))) == 1)

@@ -1,4 +1,4 @@
-"""Tests of memory figures and limits, from the system and from copies of other machines' /proc and /sys."""
+"""Memory figures and limits, from this system and from copies of other machines' /proc and /sys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from edgespec.memory import available_bytes, budget, find_budget, peak_bytes, resident_bytes
-from edgespec.memory.budget import Limit, address_limit, apple_limit, cgroup_limits, process_limits
+from edgespec.memory import budget
+from edgespec.memory.budget import (
+    Limit,
+    address_limit,
+    apple_limit,
+    available_bytes,
+    cgroup_limits,
+    find_budget,
+    peak_bytes,
+    process_limits,
+    resident_bytes,
+)
 from edgespec.system.files import format_bytes
 
 GIB = 2**30
@@ -189,7 +199,7 @@ class TestBudget:
 def test_a_real_address_space_limit() -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
-        "from edgespec.memory import find_budget; found = find_budget();"
+        "from edgespec.memory.budget import find_budget; found = find_budget();"
         "print(found.bytes, found.source)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

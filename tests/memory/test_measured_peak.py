@@ -1,4 +1,4 @@
-"""Planned memory is near the measured peak of the process. scripts/bench_plan.py covers more cases."""
+"""Planned memory is close to the measured peak. scripts/bench_plan.py covers more cases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check_near(planned: int, measured: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("quantisation", ["F16", "Q4_0"])
 def test_the_measured_peak_is_near_the_plan(quantisation: str, tmp_path: Path) -> None:
-    """Wide feed-forward layers need large conversion buffers. The model has 200 MiB."""
+    """Wide feed-forward layers need large conversion buffers. The model takes 200 MiB."""
     sizes = Sizes(vocab=4000, embedding=512, feed_forward=2**15, layers=2, heads=4, heads_kv=1)
     path = write_gguf(tmp_path / "wide.gguf", "gqa", quantisation, sizes)
     found = _ran(tmp_path, target=str(path))

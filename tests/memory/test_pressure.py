@@ -1,4 +1,4 @@
-"""Memory pressure: prefixes are dropped, then the context shrinks when idle, and replies stay the same."""
+"""Under memory pressure, prefixes are dropped, then idle contexts shrink, and replies stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.decode import idle
 from edgespec.decode.drafter_set import DrafterSet
-from edgespec.memory import pressure, resident_bytes
+from edgespec.memory import pressure
+from edgespec.memory.budget import resident_bytes
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.segments import Segment
@@ -42,7 +43,7 @@ SECONDS = 20.0
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start with small contexts, and do no idle work unless a test asks for it."""
+    """Start with small contexts, and do no idle work unless a test requests it."""
     monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
     for module in ("memory.context_resize", "decode.session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
@@ -57,7 +58,7 @@ def free(runtime: Runtime, free_bytes: int) -> None:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Wait until the condition is true. Returns whether it became true."""
+    """Wait until the condition is true, and return whether it became true."""
     end = time.monotonic() + SECONDS
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
@@ -176,7 +177,7 @@ class TestIdleThread:
             assert until(lambda: runtime.target.context_tokens == FIRST)
             assert until(lambda: "shrinking the context" in runtime.memory().last_reclaim)
             assert runtime.memory().reclaimed_bytes > 0
-            # The next reply reports it, and continues from the same cache.
+            # The next reply reports this, and continues from the same cache.
             prompt = [*SHORT, *reply.tokens, 9]
             later = said(runtime, prompt)
             assert later.tokens == said(plain, prompt, method="none").tokens
@@ -265,7 +266,7 @@ class TestDuringAReply:
     def test_prefixes_are_dropped_and_the_reply_continues(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Segments that are on disk are dropped first, and nothing is written during the reply."""
+        """Segments that are also on disk are dropped first, and nothing is written during the reply."""
         model = table(1)
         kept = keeper(model, tmp_path)
         chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(5)]
@@ -283,7 +284,7 @@ class TestDuringAReply:
             assert unsaved
             assert 0 < sum(piece.size_bytes for piece in unsaved) < kept.store.memory_bytes
             runtime._session.memory_pressure._next_check = 0.0
-            # The system lacks exactly the memory of the segments that are on disk.
+            # The system lacks exactly as much memory as the segments that are also on disk take up.
             kept.store.available = lambda: DEFAULT_RESERVE_BYTES - (kept_before - wanted)
             kept_before, wanted = kept.store.memory_bytes, sum(piece.size_bytes for piece in unsaved)
             runtime._session.memory_pressure.available = kept.store.available

@@ -1,4 +1,4 @@
-"""The planned memory of a projector, against what a process allocates."""
+"""The planned memory of a projector, compared with its actual allocations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.model.formats.projector import estimate_projector
 from tests.backends.tiny_vision import VisionKind, picture, png_bytes, write_vision_model
 
 _MEBIBYTE = 1 << 20
-# Prints how much the peak of the resident memory exceeds that without the projector.
+# Prints by how much the projector increases the peak of resident memory.
 _MEASURE = """
 import sys
 from edgespec.backends.llamacpp.image_encoder import ImageEncoder

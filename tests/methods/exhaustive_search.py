@@ -38,7 +38,7 @@ def index_of(*documents: Text) -> SuffixArray:
 
 
 def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
-    """Return what follows every occurrence of the last `length` tokens, by exhaustive search."""
+    """Return the text after every occurrence of the last `length` tokens, by exhaustive search."""
     pattern = recent[len(recent) - length :]
     return [
         document[at:]
@@ -59,7 +59,7 @@ def count_continuations(text: Sequence[int], pattern: Sequence[int]) -> list[tup
 
 
 def probabilities(following: Sequence[Text], depth: int) -> Paths:
-    """Return the probability of each path: at each level, the share of a child among all children."""
+    """Return each path's probability: at each level, a child's share among all children."""
     paths: Paths = {(): 1.0}
     for after in sorted({tuple(text[:d]) for text in following for d in range(1, depth + 1)}, key=len):
         parent = [text for text in following if tuple(text[: len(after) - 1]) == after[:-1]]
@@ -89,7 +89,7 @@ def expected_matches(documents: Sequence[Text], recent: Text) -> dict[int, list[
     for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = sorted(places(documents, recent, length))
         if following:
-            # Of several lengths with the same occurrences, only the longest is expected.
+            # If several lengths have the same occurrences, only the longest is expected.
             found = {known: those for known, those in found.items() if len(those) > len(following)}
             found[length] = following
     return found

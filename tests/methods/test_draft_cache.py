@@ -1,4 +1,4 @@
-"""The draft cache prefills within its budget and shows the model the whole sequence or its start and end."""
+"""The draft cache prefills within its budget, and gives the model the whole sequence or its two ends."""
 
 from __future__ import annotations
 

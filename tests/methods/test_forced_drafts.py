@@ -1,4 +1,4 @@
-"""Drafts of a model that include tokens which a constraint determines."""
+"""A model's drafts that include tokens determined by a constraint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tabular import TabularModel
 
 PROMPT = [1, 2, 3, 1]
 FORCED = (4, 2, 5)
-# After each of these tokens, a constraint determines the next ones. The last token of the prompt is 1.
+# After each of these tokens, a constraint determines the next ones. The prompt's last token is 1.
 RUNS = {1: FORCED, 6: (3, 2)}
 
 
@@ -90,7 +90,7 @@ def test_the_draft_continues_after_the_forced_tokens(branches: tuple[int, ...]) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_tokens_are_those_that_the_model_drafts_one_by_one(seed: int) -> None:
-    """A constrained model drafts the same chain without knowing what is forced, in more passes."""
+    """A constrained model without this knowledge drafts the same chain in more passes."""
     draft = drafted(started(table(seed), PROMPT), PROMPT, draft_length=6)
     one_by_one = started(table(seed), PROMPT).propose(sampler_after(PROMPT, RUNS), Invariant(), 16)
     assert draft.tree.drafted >= len(FORCED)
@@ -126,7 +126,7 @@ def test_the_model_runs_forced_tokens_in_one_pass() -> None:
 def test_the_cache_follows_what_was_emitted(
     emitted: tuple[int, ...] | str, rejection: bool, seed: int
 ) -> None:
-    """Whether all, some or none of the forced tokens were emitted, the next draft is right."""
+    """Whether all, some or none of the forced tokens were emitted, the next draft is correct."""
     drafter = started(table(seed), PROMPT)
     rule = Rejection(RandomDraws(0)) if rejection else Invariant()
     tree = drafted(drafter, PROMPT, acceptance=rule).tree

@@ -48,7 +48,7 @@ def best(model: TabularModel, tokens: Sequence[int]) -> int:
 
 
 class TestJacobiWindow:
-    """Every step is compared with a reference computed from the table alone."""
+    """Compare every step with a reference computed only from the table."""
 
     @pytest.mark.parametrize(
         "window", [LookaheadWindow(3, 3, 2), LookaheadWindow(4, 4, 2), LookaheadWindow(2, 2, 2)], ids=str
@@ -74,7 +74,7 @@ class TestJacobiWindow:
             tree = drafter.propose(sampler, Invariant(), 12)
             before = columns(drafter)
             ages += [0] * (window.columns - len(ages))
-            # Each column follows the first tokens of the nearer columns; each candidate follows the root.
+            # Each column follows the first tokens of the nearer columns, and each candidate follows the root.
             paths = {path_of(tree, node) for node in range(tree.width)}
             expected_paths: set[tuple[int, ...]] = {()}
             for w, column in enumerate(before):

@@ -110,7 +110,7 @@ class TestTableModels:
     def test_trees_may_be_cut_to_any_width(
         self, window: LookaheadWindow, width: int, branches: int, seed: int
     ) -> None:
-        """The loop cuts nodes that exceed a pass, and the window continues with the others."""
+        """The loop removes nodes that exceed a pass, and the window continues with the rest."""
         said = []
         for drafter in (None, forced(window)):
             target = table(seed)
@@ -234,7 +234,7 @@ class _TokenSampler(ExactSampler):
 
 
 class TestUnbiased:
-    """In rejection mode, window and pool depend on earlier rounds, which used separate random streams."""
+    """In rejection mode, the window and the pool depend on earlier rounds with other random streams."""
 
     @pytest.mark.parametrize(
         "window", [LookaheadWindow(1, 2, 1), LookaheadWindow(2, 2, 2), LookaheadWindow(2, 3, 2)], ids=str

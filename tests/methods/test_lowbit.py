@@ -1,4 +1,4 @@
-"""Low-bit drafts on the target's own KV cache keep replies identical and are often accepted."""
+"""Low-bit drafts on the target's own KV cache leave replies identical, and are often accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft model drafter: its cache follows the sequence, and drafts hold only tokens of both models."""
+"""The draft model drafter: its cache follows the sequence, and drafts contain only shared tokens."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestCache:
 
 class TestDrafts:
     def test_a_larger_vocabulary_than_the_targets(self) -> None:
-        """Tokens of the draft only are never drafted, and tokens of the target only never fail."""
+        """Tokens unique to the draft model are never drafted, and those unique to the target never fail."""
         big, small = table(1, vocab=12), table(2)
         with runtime(small, big) as pair:
             expected = pair.generate("abcab", method="none", seed=2, max_tokens=40)

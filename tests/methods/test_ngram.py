@@ -1,4 +1,4 @@
-"""Prompt lookup drafts after the longest match, and of equal matches after the latest."""
+"""Prompt lookup drafts after the longest match, preferring the most recent of equal ones."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
 
 
 class TestTrees:
-    """Scores come from counts, the best score wins, and the limits of the config hold."""
+    """Scores are based on counts, the best score wins, and the limits of the config hold."""
 
     @settings(max_examples=100)
     @given(texts, rules, st.integers(1, 8))
@@ -120,12 +120,13 @@ class TestTrees:
         assert guess.tokens == [2, 9]
 
     def test_ties_go_to_the_longest_match(self) -> None:
-        # 1 2 was followed by 7, and 2 alone by 7 or 8. With one token to draft, both matches are tried.
+        # The tokens 1 2 were followed by 7, and 2 alone by 7 or 8. With one token to draft, both matches are
+        # tried.
         guess = guess_of([1, 2, 7, 2, 8, 1, 2], 1, SuffixConfig())
         assert paths_of(guess) == {(7,): 1.0}
 
     def test_ties_of_uncertain_scores_go_to_the_longest_match(self) -> None:
-        # 1 2 was followed by 7 or 8, and any 2 mostly by 9, each half of the time.
+        # The tokens 1 2 were followed by 7 or 8, each half of the time, and 2 mostly by 9.
         guess = guess_of([1, 2, 7, 1, 2, 8, 5, 2, 9, 6, 2, 9, 1, 2], 1, SuffixConfig(can_branch=False))
         assert paths_of(guess) == {(8,): 0.5}
 
@@ -147,7 +148,7 @@ class TestTrees:
 
 
 class TestMerging:
-    """The best-scoring draft comes first; others share the probability it leaves unassigned."""
+    """The best-scoring draft comes first. Others share the remaining probability."""
 
     def guess(self, paths: Paths) -> ScoredDraft:
         nodes: dict[tuple[int, ...], int] = {(): 0}

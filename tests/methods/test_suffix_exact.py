@@ -1,4 +1,4 @@
-"""Suffix decoding in rejection mode keeps the target's distribution, in exact arithmetic."""
+"""In rejection mode, suffix decoding preserves the target's distribution, in exact arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgespec.methods.suffix.indexes import SuffixArray
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
 
 ROOT = (0,)
-# 0 is followed by 1 0 0, 1 1 0, 0 1 1 and 2 0, which gives branches at every level.
+# The token 0 is followed by 1 0 0, 1 1 0, 0 1 1 and 2 0, which gives branches at every level.
 KNOWN = ([0, 1, 0, 0], [2, 0, 1, 1, 0], [1, 0, 0, 1, 1], [1, 0, 2, 0])
 WIDE = SuffixConfig(length_factor=4.0, length_offset=3.0, min_probability=0.01)
 

@@ -1,4 +1,4 @@
-"""Trees that grow as far as they pay: their shapes and limits, the same tokens, exact laws."""
+"""Adaptive trees: their shapes and limits, unchanged tokens, and exact distributions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
 
 
 def ticking(step: float = 1.0) -> Callable[[], float]:
-    """A clock that goes on by one step whenever it is read: nothing depends on the machine."""
+    """Return a clock that advances by one step per reading, so that nothing depends on the machine."""
     ticks = count()
     return lambda: next(ticks) * step
 
@@ -50,7 +50,7 @@ def grown(
 
 
 def taught(growth: AdaptiveTreeGrowth, rank: int | None, rounds: int = 300) -> AdaptiveTreeGrowth:
-    """A growth that has seen only this rank come true, whatever the draft's probabilities were."""
+    """Return a growth that has only seen this rank accepted, whatever the draft's probabilities."""
     for prob in np.linspace(0.01, 0.99, 30):
         for _ in range(rounds // 30):
             growth.record_outcome(np.full(4, prob), rank)
@@ -105,7 +105,7 @@ class TestShape:
         assert draft(grown(), sure).drafted > draft(grown(), unsure).drafted
 
     def test_drafts_are_longer_if_one_pass_predicts_them(self) -> None:
-        """Draft passes that take as long as a target pass pay only if further tokens are free."""
+        """If draft passes take as long as target passes, they only help if additional tokens are free."""
         able = Capabilities(True, True)
         lengths = []
         for in_one_pass in (False, True):
@@ -145,7 +145,7 @@ class TestShape:
         assert tree.pruned(VOCAB, depth, width, leaves) is tree
 
     def test_nodes_run_by_the_draft_model_come_first(self) -> None:
-        """So that a target which shares its memory with the draft can take it over."""
+        """This order lets a target that shares its memory with the draft model take over the nodes."""
         model = table(3)
         passes: list[TokenTree] = []
         verify = model.verify
@@ -166,7 +166,7 @@ class TestDraftCosts:
     def test_slow_draft_models_draft_less(self) -> None:
         depths = []
         for seconds in (0.01, 0.9):
-            # When a round begins, when the draft is made, when the target has run two rows.
+            # Times at which a round begins, its draft is complete, and the target has run two rows.
             moments = np.cumsum([0.0, seconds, assumed_cost(2)] * 5).tolist()
             growth = AdaptiveTreeGrowth(
                 PassLimits(16, 1), assumed_cost, clock=iter([*moments, *[0.0] * 9]).__next__
@@ -224,7 +224,7 @@ class TestSameTokens:
 
 
 class TestExactDistributions:
-    """In rejection mode what is drafted must not depend on the luck of its own draw."""
+    """In rejection mode, drafting decisions must not depend on the outcome of their own random draws."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("curve", [assumed_cost, flat])
@@ -255,7 +255,7 @@ class TestExactDistributions:
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (4, 9), (9, 2)])
     @pytest.mark.parametrize("seed", first(range(2)))
     def test_pruned_to_the_pass_limits(self, limits: tuple[int, int], seed: int) -> None:
-        """Near the end of the context a part of the draft is cut off, and not by luck."""
+        """Near the end of the context, part of the draft is removed, independently of the random draws."""
         target, law = random_table(seed, 3), random_table(seed + 100, 3)
 
         def propose(sampler: Any, acceptance: Any) -> TokenTree:

@@ -1,4 +1,4 @@
-"""A draft model with an attention window holds the first and last tokens of sequences of any length."""
+"""A draft model with an attention window keeps the first and last tokens of sequences of any length."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def llama(path: Path, context: int, **options: Any) -> LanguageModel:
 @pytest.mark.long
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None:
-    """Prompt and reply exceed the window; replies are identical and memory stays constant."""
+    """The prompt and the reply exceed the window, but replies are identical and memory stays constant."""
     window = AttentionWindow(4, 24)
     with runtime(
         llama(demo_target, 512),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.methods.model.vocabularies import TokenTranslation, TranslatedModel
+from edgespec.methods.model.vocabularies.translated import TranslatedModel
+from edgespec.methods.model.vocabularies.translation import TokenTranslation
 from edgespec.methods.model.windowed import AttentionWindow, WindowedModel
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends import test_contract, test_contract_interrupt
@@ -19,7 +20,7 @@ from tests.methods.vocabularies.pieces import Pieces, speaking
 from tests.tabular import LetterVocabulary, TabularModel
 
 CONTEXT = 512
-# A table model depends on two tokens only, so no window changes its logits.
+# A table model depends only on two tokens, so no window changes its logits.
 WINDOW = AttentionWindow(4, 300)
 WIDE = AttentionWindow(4, CONTEXT)
 

@@ -1,4 +1,4 @@
-"""Image files of all kinds: they are decoded like by llama.cpp, or refused with one clear error."""
+"""Image files of all kinds are decoded as by llama.cpp, or rejected with a single clear error."""
 
 from __future__ import annotations
 

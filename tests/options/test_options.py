@@ -1,4 +1,4 @@
-"""The declarations of options: complete, with valid defaults, and the same everywhere they are used."""
+"""The option declarations are complete, have valid defaults, and are the same wherever they are used."""
 
 from __future__ import annotations
 

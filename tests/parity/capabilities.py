@@ -1,4 +1,4 @@
-"""What models and backends are proved to do, whatever the method: each function says why not, or nothing."""
+"""Proofs of what models and backends support. Each function returns why not, or an empty string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgespec.model.base import LanguageModel
 from tests.backends.gguf_adapters import write_gguf_adapter
 from tests.parity.models import BACKENDS, CONTEXT, PROMPTS, Ask, Zoo, reply_to, tiny_checkpoints
 
-# Passes of other widths add up in another order; logits here are a few units large.
+# Passes of other widths sum in another order. Logits here are a few units large.
 ROUNDING = 1e-4
 
 
@@ -143,7 +143,7 @@ OF_MODELS: dict[str, Callable[[LanguageModel], str]] = {
     "cancel, then go on": cancelling,
 }
 
-# The embedded draft: the smallest model with a vocabulary both backends share, here in any part.
+# The bundled draft models, which are the smallest models with a vocabulary on both backends.
 SMALL = {"llama.cpp": "demo-draft", "MLX": "demo-mlx-draft"}
 
 

@@ -1,4 +1,4 @@
-"""What a method of guessing is proved to do: replies held against those of plain decoding."""
+"""Proofs of drafting methods: their replies are compared with those of plain decoding."""
 
 from __future__ import annotations
 
@@ -47,12 +47,17 @@ from tests.parity.models import (
 
 
 class Row(NamedTuple):
-    """A way of guessing: a method, and how its draft model drafts.
+    """A drafting configuration: a method, and how its draft model drafts.
 
-    draft: `near` has the target's tokens, `renamed` others; with `text` they are compared by their text
-    alone. window: tokens that the draft sees. learn: it is trained between replies. beside: methods that the
-    model is loaded for as well. every: proved on all models of a kind, not the first alone. head: it needs a
-    head. seldom: proved by the long tests alone, because each test run proves another row of the same code.
+    Attributes:
+        draft: `near` has the target's tokens, `renamed` different ones, and with `text`, the vocabularies are
+            compared only by their text.
+        window: Number of tokens that the draft model sees.
+        learn: Whether the draft model is trained between replies.
+        beside: Other methods that the model is loaded for.
+        every: Whether to prove it on all models of a kind rather than only the first.
+        head: Whether it needs a head.
+        seldom: Whether only the long tests prove it, because each run proves another row of the same code.
     """
 
     title: str
@@ -78,7 +83,7 @@ class Row(NamedTuple):
 
     @property
     def voice(self) -> Voice:
-        """How the target is to talk, so that a draft can be right now and then."""
+        """The target's style of writing, chosen so that a draft can sometimes be right."""
         return "quiet" if "layerskip" in self.itself else "letters" if self.text else "plain"
 
     @property
@@ -132,17 +137,19 @@ ROWS = (
 _RESIDUAL_LAYOUTS = {"medusa": Layout("medusa"), "hydra": Layout("hydra", grounded=True)}
 # The size of a hidden state of the tiny models of a backend.
 _STATE_SIZES = {"llama.cpp": 32, "MLX": 64}
-# Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
+# The exit layer of some GGUF models. Gemma 3's layers depend on their index, except for the ones used here.
 _EXITS = {"gemma3": 6}
 _SINKS = 2
-# Write a random head for any of the tiny models. Those for `mtp` contain their own.
+# Write a random head for any of the tiny models. Models for `mtp` contain their own.
 _WRITE_HEAD: dict[str, Callable[[Path], Path]] = {"eagle": write_eagle, "dflash": write_dflash}
 
 
 class Cell(NamedTuple):
-    """What was proved of a method. missing: why the model cannot; empty where it can.
+    """The result of proving a method.
 
-    branched: passes with branches were verified.
+    Attributes:
+        missing: Why the model cannot use the method, or empty if it can.
+        branched: Whether passes with branches were verified.
     """
 
     missing: str = ""
@@ -166,7 +173,7 @@ class Watched:
 
 @contextmanager
 def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
-    """Wide passes and drafts cost nothing, on any machine: nothing is left out because it would not pay."""
+    """Make wide passes and drafts free, so that nothing is skipped because it would save no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1.0)))
         still: Callable[[], float] = lambda: 0.0  # noqa: E731
@@ -186,13 +193,13 @@ def models_of(zoo: Zoo, row: Row, column: Column) -> list[Tiny]:
 
 
 def loaded_for(tiny: Tiny, row: Row) -> Row:
-    """How the model is loaded for a row; a model that cannot go back says no to all of them alike."""
+    """Return how the model is loaded for a row. All rows give the same result without rollback."""
     alike = row.method != "none" and not tiny.target.facts.capabilities.rollback
     return ROWS[1].loaded if alike else row.loaded
 
 
 def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
-    """Load a model once for all these rows; make replies by each, and hold them against plain decoding."""
+    """Load a model once for all these rows, and compare each row's replies with plain decoding."""
     if rows[0].method == "none":
         check_plain(tiny, FEW if briefly else ASKED)
         return {rows[0]: Cell()}
@@ -208,7 +215,7 @@ def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
 
 
 def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
-    """Load a tiny model as a person would, after preparing it if need be."""
+    """Load a tiny model as a user would, after preparing it if necessary."""
     how = rows[0]
     if tiny.backend == "llama.cpp":
         if "layerskip" in how.itself:
@@ -265,7 +272,7 @@ def why_not(error: EdgespecError, tiny: Tiny) -> str:
 
 
 def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
-    """What a loaded model says by a method, against plain decoding."""
+    """Compare a loaded model's replies by a method with plain decoding."""
     can = tiny.target.facts.capabilities
     asked = CONSTRAINED if row.method == "grammar" else FEW if briefly else (*CONSTRAINED, *ASKED)
     plain = [tiny.plain(ask) for ask in asked]
@@ -286,7 +293,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
     for ask, reply, tokens in zip(asked, replies, plain, strict=True):
         assert reply.tokens == tokens, f"{row.title} of {tiny.path}: {ask}"
     assert reply_to(runtime, asked[0], row.method, acceptance="rejection").tokens == plain[0]
-    # That these follow the right law is enumerated in tests/engine: here it is enough that they come.
+    # tests/engine checks that these follow the right distribution. Here it is enough that they are generated.
     drawn = reply_to(runtime, asked[-1], row.method, acceptance="rejection")
     assert drawn.tokens
     assert drawn.stats.drafted_tokens
@@ -314,14 +321,14 @@ def check_draft(runtime: Runtime, row: Row) -> None:
 
 
 def check_partly_right(replies: Sequence[Reply], always_right: bool) -> None:
-    """Drafts were partly right and partly wrong: or nothing was taken back, or nothing kept."""
+    """Check that drafts were partly right and partly wrong, so that tokens were both kept and rolled back."""
     drafted = sum(reply.stats.drafted_tokens for reply in replies)
     accepted = sum(reply.stats.accepted_tokens for reply in replies)
     assert 0 < accepted < drafted + always_right, f"{accepted} of {drafted}"
 
 
 def check_plain(tiny: Tiny, asked: Sequence[Ask]) -> None:
-    """Plain decoding says what fresh prefills of all that was said would choose."""
+    """Check that plain decoding chooses the same tokens as fresh prefills of the same text."""
     model = tiny.target
     for ask in asked:
         if ask.regex:

@@ -1,4 +1,4 @@
-"""The tiny models that stand for a kind of memory, what they are asked, and their replies."""
+"""Tiny models that represent each kind of memory, their requests, and their replies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Column(NamedTuple):
     memory: str
 
 
-# Which tiny models stand for a kind of memory; what is said of the kind is true of all of them.
+# The tiny models that represent each kind of memory. Results must be the same for all models of a kind.
 KINDS: dict[Column, tuple[str, ...]] = {
     Column("llama.cpp", "full"): ("llama",),
     Column("llama.cpp", "window"): ("gemma2",),
@@ -44,9 +44,9 @@ KINDS: dict[Column, tuple[str, ...]] = {
     Column("MLX", "chunked"): ("llama4",),
 }
 COLUMNS = list(KINDS)
-# Further models, which come apart into halves where those do not.
+# Additional models that can be split into halves, for kinds whose other models cannot.
 IN_HALVES: dict[Column, tuple[str, ...]] = {Column("llama.cpp", "window"): ("gemma3",)}
-# Models with layers for multi-token prediction, which those do not have.
+# Models with multi-token prediction layers, which the others do not have.
 WITH_MTP: dict[Column, tuple[str, ...]] = {
     Column("llama.cpp", "full"): ("glm4moe", "deepseek2", "hy_v3"),
     Column("llama.cpp", "window"): ("step35", "mimo2", "cohere2moe"),
@@ -56,10 +56,10 @@ WITH_MTP: dict[Column, tuple[str, ...]] = {
 BACKENDS = ("llama.cpp", "MLX")
 
 
-# quiet: it has middle layers, which say little, so that there is something to leave out. letters: all it
-# says is text.
+# With `quiet`, the middle layers add little, so that some can be skipped. With `letters`, all tokens are
+# text.
 Voice: TypeAlias = Literal["plain", "quiet", "letters"]
-# Where the usual tiny model has too few layers to leave some out.
+# Layer counts for models whose usual tiny version has too few layers to skip some.
 _LAYERS = {"llama": 3, "mamba": 2}
 
 
@@ -84,9 +84,11 @@ def write_tiny(backend: str, name: str, folder: Path, voice: Voice = "plain") ->
 
 
 class Ask(NamedTuple):
-    """What a reply is asked for.
+    """A request for a reply.
 
-    few: only two tokens may be said, so that they come again soon. regex: what the reply must match.
+    Attributes:
+        few: Whether only two tokens are allowed, so that they soon repeat.
+        regex: A regular expression that the reply must match.
     """
 
     prompt: tuple[int, ...]
@@ -112,20 +114,20 @@ ASKED = (
     Ask(PROMPTS[0], 0.0),
     Ask(PROMPTS[1], 0.8, 2),
     Ask(PROMPTS[2], 0.0, few=True),
-    # Hot enough to alternate between the two tokens, so that lookups are sometimes wrong.
+    # The temperature is high enough to alternate between the two tokens, so that lookups are sometimes wrong.
     Ask(PROMPTS[1], 5.0, few=True),
     Ask(PROMPTS[0], 0.8, few=True),
 )
-# In both, most of the tokens are determined, and the rest are not.
+# Both determine most of the tokens, but not all.
 CONSTRAINED = tuple(
     Ask(PROMPTS[1], temperature, 3, regex="(abc[def]ghi[jkl]mno[a-z]){9}") for temperature in (0.0, 0.8)
 )
-# What each test run asks. The long tests ask all of the above.
+# The requests of every test run. The long tests use all of the above.
 FEW = (ASKED[0], CONSTRAINED[1], ASKED[3])
 
 
 class Tiny:
-    """A tiny model, and drafts for it; each is written and loaded when it is first needed."""
+    """A tiny model and its draft models, each of which is written and loaded on first use."""
 
     def __init__(self, folder: Path, backend: str, name: str, voice: Voice = "plain") -> None:
         self.backend = backend
@@ -192,7 +194,7 @@ class Zoo:
 
 
 def reply_to(runtime: Runtime, ask: Ask, method: str, *, effective: str = "", **options: Any) -> Reply:
-    """The reply by a method, which must have been the one that ran, or `effective`."""
+    """Return the reply by a method, checking that this method or `effective` was the one that ran."""
     stream = runtime.stream_tokens(ask.prompt, method=method, max_tokens=MAX_TOKENS, **ask.options, **options)
     for _ in stream:
         pass

@@ -1,4 +1,4 @@
-"""The weights of tiny models, changed: drafts that are like a target, and targets that could do with less."""
+"""Modify the weights of tiny models, to get similar draft models, and targets that can skip layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def _change(path: Path, change: Callable[[str, Array], Array]) -> None:
-    """Replace every array of a GGUF file or an MLX folder by what `change` makes of it."""
+    """Replace every array of a GGUF file or an MLX folder with the result of `change`."""
     if path.is_file():
         for tensor in gguf.GGUFReader(path, "r+").tensors:
             tensor.data[...] = change(tensor.name, np.array(tensor.data))
@@ -50,7 +50,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _change_head(path: Path, change: Callable[[Array], Array]) -> None:
-    """The same for the rows that tell tokens apart; an embedding may be the head as well."""
+    """Apply a change to the rows of the output head only, which can be the embedding."""
     heads = [name for name in _names(path) if name in ("output.weight", "lm_head.weight")]
     if not heads:
         heads = [name for name in _names(path) if "embd" in name or "embed" in name]
@@ -68,7 +68,7 @@ def write_near(path: Path, copy: Path) -> Path:
 
 
 def keep_to_letters(path: Path) -> None:
-    """Let a model say nothing else, as long as it says what is likeliest."""
+    """Make a model write only letters, as long as it chooses the most likely token."""
     letters = [3 + ord(letter) for letter in _LETTERS]
     if path.is_dir():
         words = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
@@ -83,7 +83,7 @@ def keep_to_letters(path: Path) -> None:
 
 
 def write_renamed(path: Path, copy: Path) -> Path:
-    """The same model, whose single bytes have their ids the other way round."""
+    """Write the same model with the ids of its single bytes in reverse order."""
     _copy(path, copy)
     ids = dict(zip(_BYTES, reversed(_BYTES), strict=True))
     rename = _rename_gguf if copy.is_file() else _rename_mlx
@@ -101,7 +101,7 @@ def write_renamed(path: Path, copy: Path) -> Path:
 
 
 def _rename_gguf(path: Path, ids: dict[int, int]) -> int:
-    """Names of bytes are equally long, so they change places in the file. How many tokens there are."""
+    """Rename byte tokens in place, because the names have equal lengths. Return the token count."""
     field: Any = gguf.GGUFReader(path, "r+").fields["tokenizer.ggml.tokens"]
     names = [bytes(field.parts[place]) for place in field.data]
     for old, new in ids.items():
@@ -120,10 +120,10 @@ def _rename_mlx(path: Path, ids: dict[int, int]) -> int:
 
 
 def quieten(path: Path) -> None:
-    """Make the layers between the first and the last add about a tenth of what they did."""
+    """Make the layers between the first and the last contribute about a tenth of what they did."""
     names = _names(path)
     count = 1 + max(int(found[1]) for name in names if (found := _LAYER.search(name)))
-    # Elsewhere a norm of that name stands before what the layer adds.
+    # In other models, a norm with this name comes before the layer's output is added.
     after = path.is_file() or any("post_feedforward" in name for name in names)
 
     def change(name: str, array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A stand-in for llama-server with the same flags. The name of its file selects how it behaves."""
+"""A fake llama-server with the same flags. Its file name selects its behaviour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Reports readiness at once, and answers, exits or rejects requests depending on the name of the file."""
+    """Reports readiness immediately. Answers, exits or rejects requests depending on the file name."""
 
     def do_GET(self) -> None:
         self._send(200, {"status": "ok"})

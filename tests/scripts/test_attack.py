@@ -1,4 +1,4 @@
-"""`scripts/attack`: the server survives a short attack, and the script reports servers that fail."""
+"""`scripts/attack`: the server survives a short attack, and the script reports failing servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the GPU check: its steps on the CPU, its report, and its errors on machines that cannot run it."""
+"""The GPU check: its steps on the CPU, its report, and its errors on machines that cannot run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the fuzzer: it finds planted bugs, resumes and minimises, and a share of its inputs is handled."""
+"""The fuzzer finds planted bugs, resumes and minimises, and handles a sample of its inputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_planted_bug_is_found(bug: str, kind: str, signature: str, count: int,
     (finding,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/finding.json"))
     assert (finding["kind"], finding["signature"]) == (kind, signature)
     if kind != "memory":
-        # Every input without an X passes, and the input of the finding is now one X.
+        # Every input without an X passes, and the input of the finding is now reduced to one X.
         assert results.accepted == count - results.findings[signature] > 0
         folder = tmp_path / f"{bug}-{finding['number']}"
         assert finding["replay"] == f"scripts/fuzz --replay {folder}"
@@ -55,7 +55,7 @@ def test_a_planted_bug_is_found(bug: str, kind: str, signature: str, count: int,
 
 
 def test_an_input_that_needs_too_much_memory_is_stopped(tmp_path: Path) -> None:
-    # The memory of an input is measured while it runs, so the inputs that hang exceed this limit.
+    # Memory is measured while an input runs, so the hanging inputs exceed this limit.
     campaign = campaign_of(tmp_path, planted("hang"), limits=Limits(resident_bytes=1 << 20))
     campaign.run(8, 60.0)
     results = campaign.results["hang"]

@@ -1,4 +1,4 @@
-"""Tests that killed programs leave no incomplete data, and that the next run succeeds."""
+"""Tests that killed programs leave no incomplete data, and that lost workers cause no error."""
 
 from __future__ import annotations
 
@@ -45,3 +45,15 @@ def test_many_kills_leave_no_incomplete_data() -> None:
     assert set(results) == {"chats", "shared-chats", "downloads", "layerskip", "lowbit", "substitutes"}
     assert sum(each["kills"] for each in results.values()) >= 200
     assert not [error for each in results.values() for error in each["errors"]]
+
+
+@pytest.mark.long
+def test_a_lost_worker() -> None:
+    results = run_script("kill_workers.py", "--losses", "1", "--seed", "1")
+    assert results["errors"] == []
+    assert sum(results["outcomes"].values()) == 1
+
+
+@pytest.mark.long
+def test_many_lost_workers() -> None:
+    assert run_script("kill_workers.py", "--losses", "200")["errors"] == []

@@ -1,4 +1,4 @@
-"""Tests of the statistics and the report of the comparison with other programs."""
+"""The statistics and the report of the comparison with other programs."""
 
 from __future__ import annotations
 

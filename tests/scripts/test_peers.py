@@ -1,4 +1,4 @@
-"""Tests of the comparison with other programs: flags, requests, answers and failures."""
+"""The comparison with other programs: flags, requests, answers and failures."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_incomplete_answer_is_an_error(answer: dict[str, Any], message: str) 
 
 @pytest.fixture(autouse=True)
 def logs_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the logs of failed servers, which are not deleted, into the test's folder."""
+    """Put the logs of failed servers into the test's folder, because they are not deleted."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -149,7 +149,7 @@ def restored_signal_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def binary(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return an executable stand-in server. Its name selects its behaviour."""
+    """Return an executable fake server, whose name selects its behaviour."""
     path = tmp_path / str(request.param)
     path.write_text(f"#!{sys.executable}\n{Path(stand_in_server.__file__).read_text('utf-8')}", "utf-8")
     path.chmod(0o755)

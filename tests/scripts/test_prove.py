@@ -1,4 +1,4 @@
-"""Tests of the comparison at scale: shards resume, and wrong replies and unproved methods are reported."""
+"""The comparison at scale: shards resume, and wrong replies and unproven methods are reported."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.losslessness import Divergence, Prompt, VerifyReport
-from edgespec.losslessness.report import MethodResult
+from edgespec.losslessness.cases import Prompt
+from edgespec.losslessness.report import Divergence, MethodResult, VerifyReport
 from edgespec.options.methods import head_names, method_names
 from scripts.proving import shards
 from scripts.proving.configurations import CONFIGURATIONS, GROUPS, Configuration
@@ -54,7 +54,7 @@ def test_finished_shards_are_not_run_again(tmp_path: Path) -> None:
     written = path.read_text("utf-8")
     assert len(run(path, 200).lines) == len(first.lines)
     assert path.read_text("utf-8") == written
-    # A program that is killed while it writes leaves part of a line. Only that shard runs again.
+    # A program killed while writing leaves an incomplete line. Only that shard runs again.
     path.write_text(written[:-30], "utf-8")
     again = run(path, first.tokens)
     assert path.read_text("utf-8").startswith(written[:-30] + "\n")
@@ -100,7 +100,7 @@ def test_a_wrong_reply_ends_the_run_and_is_reported(
     assert f"| all |  |  | 48 | 18 | 0 | 4 | 2 | {counts} |" in table(found.lines)
     assert reported[0].startswith(f"{verdict}: llama.cpp, demo model Q8_0, model, block 0, prompt ")
     assert "position 7, token 2 instead of 1" in reported[0]
-    # The text of the prompt is kept, and the block can run again.
+    # The text of the prompt is saved, so the block can run again.
     assert list(found.lines[0]["messages"]) == [found.lines[0]["divergences"][0]["prompt"]]
     found.drop_wrong()
     assert (found.lines, (tmp_path / "shards.jsonl").read_text()) == ([], "")

@@ -1,4 +1,4 @@
-"""scripts/real_models makes each file once, and again if the file or what it was made from has changed."""
+"""scripts/real_models makes each file once, and again if the file or its source has changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.real_model_files.__main__ import Recipe, build, recipes
 
 
 class Kitchen:
-    """Recipes for a source, a copy of it and a folder made from the copy. Notes what is made."""
+    """Recipes for a source, a copy of it and a folder made from the copy. Records what is made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

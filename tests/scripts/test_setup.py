@@ -1,4 +1,4 @@
-"""Tests of `scripts/setup` in an installed checkout that is made up of stand-ins."""
+"""`scripts/setup` in an installed checkout made of fake programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout in which all packages and the model are installed, on a machine with CUDA."""
+    """Return a checkout on a machine with CUDA in which all packages and the model are installed."""
     folder = tmp_path / "checkout"
     (folder / "scripts").mkdir(parents=True)
     (folder / "requirements").mkdir()

@@ -1,4 +1,4 @@
-"""Tests of the soak: a quarter of a minute of it loses nothing, and losses, hangs and growth are reported."""
+"""The soak test: a quarter of a minute loses nothing, and losses, hangs and growth are reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
     assert any(line["kind"] == "memory" for line in soak.lines)
     saved = [line["texts"] for line in soak.lines if line["kind"] == "saved"]
     assert sum(map(len, saved)) > 10
-    # A message that is missing in the saved chats is reported. Replies of the terminal chat may be missing.
+    # A message missing from the saved chats is reported. Replies of the terminal chat may be missing.
     missing = next(text for texts in saved for text in texts)
     for path in (tmp_path / "data" / "chats").glob("*.json"):
         chat = json.loads(path.read_text("utf-8"))

@@ -25,7 +25,7 @@ MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 @contextmanager
 def running(*, threads: int | None = 1, **settings: Any) -> Iterator[HttpServer]:
-    """Run a server in a thread, on a free port. One thread computes, because tests share the cores."""
+    """Run a server in a thread, on a free port, with one compute thread, because tests share the cores."""
     options = {"threads": threads} if threads else {}
     options |= settings.pop("load_options", {})
     server = HttpServer(ServerSettings(port=0, load_options=options, **settings))
@@ -43,9 +43,9 @@ def running(*, threads: int | None = 1, **settings: Any) -> Iterator[HttpServer]
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[HttpServer]:
-    """A server with the demo model, which always drafts, at temperature 0 unless a request changes it.
+    """A server with the demo model, which always drafts. The default temperature is 0.
 
-    All files share it, as clients of one server do.
+    It is shared by all files, like a server by its clients.
     """
     options = {"method": "model", "context": 1024}
     with running(load_options=options, reply_options={"temperature": 0.0}) as server:
@@ -83,7 +83,7 @@ def plain() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def endless(plain: Runtime) -> dict[str, Any]:
-    """Options of a reply that does not end before its 1000 tokens."""
+    """Return the options of a reply that does not end before its 1000 tokens."""
     vocabulary = plain.vocabulary
     ends = [token for token in range(plain.target.vocab_size) if vocabulary.is_end(token)]
     return {"max_tokens": 950, "logit_bias": {str(token): -100.0 for token in ends}, "method": "none"}

@@ -316,7 +316,7 @@ def test_tool_results_reach_the_model(client: anthropic.Anthropic, plain: Runtim
 
 @pytest.mark.long
 def test_the_clients_tool_runner(client: anthropic.Anthropic) -> None:
-    """The runner asks the server to keep the conversation, and sends it again if the server has not."""
+    """The runner asks the server to store the conversation, and resends it if the server does not."""
     import anthropic
 
     @anthropic.beta_tool

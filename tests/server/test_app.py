@@ -1,4 +1,4 @@
-"""The OpenAPI description is true: schemathesis sends requests derived from it and checks the responses.
+"""The OpenAPI description is correct: schemathesis derives requests from it and checks the responses.
 
 `/metrics` reports the prefix cache, which stays within its limit and is still reused.
 """
@@ -29,7 +29,7 @@ def described() -> Iterator[HttpServer]:
 
 @pytest.mark.parametrize("examples", [2, pytest.param(30, marks=pytest.mark.long)])
 def test_responses_match_the_description(described: HttpServer, examples: int) -> None:
-    # Imported only where this test runs, because it takes a second in each test process.
+    # Import schemathesis only here, because importing it takes a second in each test process.
     import schemathesis
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
@@ -74,7 +74,7 @@ def test_descriptions_name_the_limits(described: HttpServer) -> None:
 
 
 def test_descriptions_do_not_name_functions(described: HttpServer) -> None:
-    """The docstrings of request models are descriptions for people who do not know the code."""
+    """The docstrings of request models are descriptions for readers who do not know the code."""
     document = httpx.get(f"{described.url}/openapi.json").json()
     schemas = document["components"]["schemas"].values()
     fields = {name for each in schemas for name in each.get("properties", {})}

@@ -1,4 +1,4 @@
-"""A constraint on the answer is enforced or refused in every spelling and place, and never ignored."""
+"""A constraint on the answer is enforced or rejected in every format and place, and never ignored."""
 
 from __future__ import annotations
 

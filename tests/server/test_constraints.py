@@ -16,7 +16,8 @@ import pytest
 from pydantic import BaseModel
 
 import edgespec
-from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.compiler import ConstraintCompiler
+from edgespec.constraints.matcher import Constraint
 from edgespec.options.schemas.other_properties import closed_objects
 from edgespec.server.http_server import HttpServer
 from tests.server.conftest import MESSAGES, QUESTION

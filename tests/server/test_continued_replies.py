@@ -1,4 +1,4 @@
-"""The last assistant messages of a request are continued whole, or refused, over every API."""
+"""Trailing assistant messages of a request are continued in full, or rejected, with every API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _set_template(folder: Path, template: str) -> None:
 
 
 def ask(http: httpx.Client, api: str, last: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Ask over one of the APIs. Return the answer, the reasoning and the number of prompt tokens.
+    """Send a request through one of the APIs. Return the answer, the reasoning and the prompt token count.
 
     Args:
         http: The client.

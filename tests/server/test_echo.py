@@ -1,4 +1,4 @@
-"""`echo` repeats the prompt, also with the log-probabilities that evaluation programs read."""
+"""`echo` repeats the prompt, including the log-probabilities that evaluation programs read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgespec.server.openai.logprobs import spelled_in
 from tests.server.conftest import QUESTION, check_disconnect_cancels, running
 
 EMOJI = "Files 🙂 by 日本 size, é."
-# As lm-evaluation-harness asks for the log-likelihood of a text.
+# The request that lm-evaluation-harness sends for the log-likelihood of a text.
 EVALUATION: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
 
 
@@ -112,7 +112,7 @@ def test_prompts_as_tokens_and_lists(http: httpx.Client, plain: Runtime) -> None
 
 
 def test_what_evaluation_programs_compute(http: httpx.Client, plain: Runtime) -> None:
-    """The model's own reply is the greedy one, and likelier than another text."""
+    """The model's own greedy reply is more likely than another text."""
     tokens = plain.vocabulary.tokenize(QUESTION, special=False, start=True)
     reply = plain.stream_tokens(tokens, max_tokens=6, temperature=0.0).wait()
     own, other = list(reply.tokens), list(reversed(tokens))[:6]
@@ -190,10 +190,10 @@ def test_a_client_that_disconnects_ends_the_work(slow_server: HttpServer) -> Non
 @pytest.mark.parametrize(
     ("text", "tokens", "expected"),
     [
-        # The space that SentencePiece puts before the text, also as a token of its own.
+        # The space that SentencePiece puts before the text, also as a separate token.
         ("Hello you", [b" Hello", b" you"], [b"Hello", b" you"]),
         ("日本", [b" ", "日本".encode()], [b"", "日本".encode()]),
-        # The BOS token that the model needs, and the one that the text contains.
+        # The BOS token that the model needs, and the one in the text.
         ("Hi", [b"<s>", b"Hi"], [b"", b"Hi"]),
         ("<s>Hi", [b"<s>", b"Hi"], [b"<s>", b"Hi"]),
         ("🙂a", [b"\xf0\x9f", b"\x99\x82", b"a"], [b"\xf0\x9f", b"\x99\x82", b"a"]),

@@ -1,4 +1,4 @@
-"""Embeddings through OpenAI's and Ollama's own clients, unmodified."""
+"""Embeddings through the unmodified clients of OpenAI and Ollama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools, tool choices, parts and items in the form of another API than the one that is called."""
+"""Tools, tool choices, parts and items in the format of a different API than the one called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTED: list[dict[str, Any]] = [
     {"type": "web_search_20250305", "name": "web_search"},
     {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "start: 'a'"}},
 ]
-# For each API, its path, the messages, and fields to get a whole reply.
+# For each API, its path, the messages, and the fields that request a whole reply.
 APIS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 60}),
     "responses": ("/v1/responses", {"input": QUESTION, "max_output_tokens": 60}),
@@ -455,7 +455,7 @@ def test_only_results_can_be_any_json(message: dict[str, Any]) -> None:
 
 
 def test_anthropics_blocks_in_chats(http: httpx.Client) -> None:
-    """Cursor sends calls and their results to this endpoint in the form of Anthropic's API."""
+    """Cursor sends calls and their results to this endpoint in the format of Anthropic's API."""
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {"b": 1}}
     blocks = [
         *MESSAGES,

@@ -1,4 +1,4 @@
-"""Replies of one HTTP request: events, and cancelling them at any time."""
+"""Replies to one HTTP request: their events, and cancelling them at any time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Hostile clients: damaged requests, slow clients, floods and disconnects must not harm the server.
 
-`scripts/attack` sends more requests, of more kinds, to a server in a process of its own.
+`scripts/attack` sends more requests, of more kinds, to a server in a separate process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.server.conftest import MESSAGES, running
 
 REQUESTS = 300
 BODY = json.dumps({"messages": MESSAGES, "max_tokens": 8, "stream": True}).encode()
-# Memory that the server may use in addition after the first third of the requests.
+# Additional memory that the server may use after the first third of the requests.
 MAX_GROWTH_BYTES = 48 * 2**20
 
 
@@ -48,7 +48,7 @@ def request(body: bytes, length: int | None = None, path: bytes = b"/v1/chat/com
 
 
 def received(client: socket.socket) -> bytes:
-    """Everything that the server sends until it closes the connection."""
+    """Return everything that the server sends until it closes the connection."""
     parts = []
     while part := client.recv(65536):
         parts.append(part)
@@ -92,7 +92,7 @@ def test_a_client_that_never_reads_is_dropped(
 ) -> None:
     monkeypatch.setattr("edgespec.server.http_server._STALL_SECONDS", 0.3)
     if not is_paused:
-        # Act as if the rest were so small that the server may go on writing.
+        # Act as if the rest were small enough for the server to keep writing.
         monkeypatch.setattr("edgespec.server.http_server._TimedProtocol.pause_writing", lambda _: None)
     with connect(victim) as lazy:
         port = lazy.getsockname()[1]
@@ -102,7 +102,7 @@ def test_a_client_that_never_reads_is_dropped(
 
 
 def client_ports() -> list[int]:
-    """Ports of the clients whose connections this process holds open."""
+    """Return the ports of the clients whose connections this process holds open."""
     connections = psutil.Process().net_connections()
     return [each.raddr.port for each in connections if each.status == psutil.CONN_ESTABLISHED]
 
@@ -172,7 +172,7 @@ def test_slow_bodies_are_refused(victim: HttpServer) -> None:
 
 
 def test_large_bodies_are_refused(victim: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Sending 80 MiB takes longer than the victim's half second on a busy machine.
+    # On a busy machine, sending 80 MiB takes longer than the victim's half second.
     monkeypatch.setattr("edgespec.server.endpoint.BODY_SECONDS", 60.0)
     with connect(victim) as client:
         client.sendall(request(b"", 1 << 40))
@@ -291,7 +291,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def running_threads() -> list[str]:
-    """Threads that read replies, which must end with their requests."""
+    """Return the threads that read replies, which must end with their requests."""
     return [thread.name for thread in threading.enumerate() if thread.name == "edgespec-server-reply"]
 
 

@@ -1,4 +1,4 @@
-"""Images in the four APIs: all give the reply of the Python API, or one clear error."""
+"""Images in the four APIs: each gives the reply of the Python API, or a single clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients do differently from the documentation of the APIs, and what the server makes of it.
+"""Client behaviour that differs from the APIs' documentation, and how the server handles it.
 
 Each table has one row for each difference. The rules are in `edgespec/server/leniency`.
 """
@@ -58,14 +58,14 @@ def post(http: httpx.Client, path: str, more: dict[str, Any]) -> httpx.Response:
 
 
 def ignored(reply: httpx.Response) -> list[str]:
-    """The ignored fields that a response lists, wherever its API puts them."""
+    """Return the ignored fields listed in a response, wherever its API puts them."""
     assert reply.status_code == 200, reply.text
     listed = re.search(r'"ignored_fields": (\[.*?\])', reply.text)
     assert listed
     return list(json.loads(listed[1]))
 
 
-# Values that other languages and servers write, and what they mean.
+# Values that other languages and servers send, and their meanings.
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -580,7 +580,7 @@ def test_origins_that_are_refused_at_the_start(allowed: str, advice: str) -> Non
 
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[HttpServer]:
-    """A server that was started with `--target demo`, and lets some web pages use it."""
+    """A server started with `--target demo` that some web pages may use."""
     with running(
         target="demo",
         allowed_origins=("chrome-extension://*", "https://chat.example.com/"),

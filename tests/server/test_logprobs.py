@@ -1,4 +1,4 @@
-"""Log-probabilities: their bytes are the text, and clients of one API can ask for them as in another."""
+"""Log-probabilities: their bytes form the text, and any API's request fields are accepted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_tokens_of_a_stop_string_are_left_out(http: httpx.Client, start: int
         so_far += each["delta"].get("content") or ""
         parts = (each.get("logprobs") or {}).get("content", [])
         spelled += joined(parts)
-        # Not even a stream shows the probabilities of text that it withholds.
+        # Streams do not show the log-probabilities of withheld text either.
         assert len(spelled) <= len(so_far)
     assert spelled == so_far == content
     body = {"input": QUESTION, "top_logprobs": 1, **options}

@@ -1,4 +1,4 @@
-"""Models are loaded on request, within one memory budget, and unloaded when they are not used."""
+"""Models are loaded on request, within one memory budget, and unloaded when they are idle."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pool_test(**settings: Any) -> Callable[[Callable[[ModelPool], Awaitable[None
 
 @pytest.fixture
 def tiny_mlx(tmp_path: Path) -> Iterator[str]:
-    """Write a tiny MLX model, and return the alias with which requests name it."""
+    """Write a tiny MLX model, and return the alias by which requests refer to it."""
     folder = write_checkpoint(tmp_path / "tiny", "llama")
     user_aliases_path().write_text(f'[aliases]\ntiny-mlx = "{folder}"\n')
     yield "tiny-mlx"
@@ -141,7 +141,7 @@ def test_a_model_in_use_is_unloaded_only_afterwards() -> None:
             other = asyncio.create_task(use(pool, "demo-draft"))
             while names(pool) == ["demo"]:
                 await asyncio.sleep(0.01)
-            # The model is leaving, so a new request waits for its turn instead of keeping it loaded.
+            # The model is being unloaded, so a new request waits for its turn instead of keeping it loaded.
             again = asyncio.create_task(use(pool, "demo"))
             await asyncio.sleep(0.3)
             assert not other.done()

@@ -42,7 +42,7 @@ def test_completions_continue_the_text(client: openai.OpenAI, plain: Runtime) ->
     both = client.completions.create(model="demo", prompt=["To list", "One"], n=2, max_tokens=4, echo=True)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert [choice.text.split()[0] for choice in both.choices] == ["To", "To", "One", "One"]
-    # The seed of each further reply is one more, and there is none after the largest.
+    # The seed of each further reply is incremented. After the largest seed, there is none.
     last = client.completions.create(model="demo", prompt="One", n=2, seed=2**63 - 1, max_tokens=2)
     assert len(last.choices) == 2
 
@@ -201,7 +201,7 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
 
 
 def test_replies_can_be_sent_back_as_dicts(client: openai.OpenAI) -> None:
-    """Programs append `message.model_dump()` to the conversation, which has fields that are null."""
+    """Programs append `message.model_dump()`, which contains null fields, to the conversation."""
     first = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=16).choices[0].message
     dumped: Any = first.model_dump()
     assert dumped["function_call"] is None

@@ -1,4 +1,4 @@
-"""Invalid requests and failed replies of OpenAI's Responses API."""
+"""Invalid requests and failed replies in OpenAI's Responses API."""
 
 from __future__ import annotations
 

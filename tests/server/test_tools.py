@@ -1,4 +1,4 @@
-"""OpenAI's own client lets the demo model call tools, whose form a grammar enforces."""
+"""OpenAI's own client lets the demo model call tools, in a format enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ TOOLS: Any = [
     }
 ]
 OPTIONS: Any = {"model": "demo", "max_tokens": 120, "temperature": 0, "tools": TOOLS}
-# A reply with a call between texts. The prompt contains it, so that drafts reach from one part into the next.
+# A reply with a call between pieces of text. The prompt contains it, so that drafts extend from one part into
+# the next.
 CALL = '<tool_call>\n{"name": "list_files", "arguments": {"folder": "home"}}\n</tool_call>'
 CALL_IN_TEXT = f"I look.\n{CALL}\nThen I sort."
 QUOTING: Any = {"role": "user", "content": f"Repeat: {CALL_IN_TEXT}"}
-# With a regular expression and tools, a reply can also be calls alone. A bias against `<` (token 30) prevents
-# that where there is a choice.
+# With a regular expression and tools, a reply can also consist of calls alone. A bias against `<` (token 30)
+# prevents that where there is a choice.
 DRAFTED: Any = {
     "regex": re.escape(CALL_IN_TEXT),
     "logit_bias": {"30": -100},
@@ -165,7 +166,7 @@ def test_a_client_can_ask_for_a_single_call(
     def calls(**changes: Any) -> int:
         reply = http.post(path, json={**body, prompt: MESSAGES, "stream": stream, **changes})
         assert reply.status_code == 200, reply.text
-        # The Responses API names the tools in its reply, too, and repeats the whole reply in its last event.
+        # The Responses API also lists the tools in its reply, and repeats the whole reply in its last event.
         mark = r'"type": ?"function_call"' if path == "/v1/responses" else r'"name": ?"list_files"'
         return len(re.findall(mark, reply.text.rpartition("response.completed")[2]))
 

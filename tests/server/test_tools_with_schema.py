@@ -1,4 +1,4 @@
-"""Requests with tools and a constraint: the reply is calls of tools, or an answer that satisfies it."""
+"""With tools and a constraint, the reply is either tool calls or an answer that satisfies the constraint."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def biases(plain: Runtime) -> dict[str, dict[str, int]]:
-    """Biases that make the reply a call or an answer, and that end it after one call.
+    """Return biases that make the reply a call or an answer, and that end it after one call.
 
-    Where the grammar leaves only one token, they have no effect.
+    They have no effect where the grammar allows only one token.
     """
 
     def beginning(*texts: str) -> list[str]:

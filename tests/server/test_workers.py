@@ -1,4 +1,4 @@
-"""A server with a target on a worker: a lost worker is one HTTP error, and the next request loads again."""
+"""A target on a worker: losing the worker is a single HTTP error, and the next request reloads the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: each test has its own home, cache and stand-in hub, and none uses the network."""
+"""Fixtures: each test has its own home, cache and fake hub, and none uses the network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from edgespec.store import download
+from tests.store.fake_stores import OllamaStore
 from tests.store.stand_in_hub import StandInHub
 
 
@@ -40,6 +41,18 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def cache(tmp_path: Path) -> Path:
     """Set an empty Hugging Face cache."""
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def ollama(own_home: Path) -> OllamaStore:
+    return OllamaStore(own_home / ".ollama" / "models")
+
+
+@pytest.fixture
+def lmstudio(own_home: Path) -> Path:
+    folder = own_home / ".lmstudio" / "models"
+    folder.mkdir(parents=True)
+    return folder
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Stores in the layout of Ollama, LM Studio and the Hugging Face cache, filled by tests."""
+"""Fake stores in the layouts of Ollama, LM Studio and the Hugging Face cache, filled by tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for Hugging Face on 127.0.0.1 that simulates network faults."""
+"""A fake Hugging Face server on 127.0.0.1 that simulates network faults."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def _listed(name: str, data: bytes) -> dict[str, Any]:
 
 @dataclass
 class StandInHub:
-    """The files and the simulated faults of the server. `requests` lists the requested paths."""
+    """The server's files and simulated faults. `requests` lists the requested paths."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     status: int = 200
     error_code: str = ""
     token: str = ""
     cut_after_bytes: list[int] = field(default_factory=list)
-    """Bytes after which each of the next downloads loses its connection."""
+    """Byte counts after which each of the next downloads loses its connection."""
     stall_after_bytes: list[int] = field(default_factory=list)
-    """Bytes after which each of the next downloads stalls until the server stops."""
+    """Byte counts after which each of the next downloads stalls until the server stops."""
     damaged: bool = False
     takes_ranges: bool = True
     elsewhere: str = ""
-    """Another host that downloads are redirected to, as by Hugging Face."""
+    """Another host that downloads are redirected to, as on Hugging Face."""
     found: list[dict[str, Any]] = field(default_factory=list)
-    """What the hub knows about the repositories that can be found by their names."""
+    """The hub's metadata for the repositories that a search can find."""
     gone: set[str] = field(default_factory=set)
     """Files that are listed but cannot be downloaded."""
     requests: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Tests that the catalogue is complete, and that its embedded models are shipped and documented.
+"""The catalogue is complete, and its embedded models are shipped and documented.
 
 The suggested first model fits, its command works as printed, and both models can be downloaded.
 """
@@ -48,7 +48,7 @@ def check_entry(entry: ModelEntry) -> None:
         assert entry.embedded_path.exists()
         assert entry.notice
     else:
-        # Between 1.5 and 16 bits per weight, which catches a typing error in either number.
+        # Between 1.5 and 16 bits per weight, which catches typing errors in either number.
         assert 0.19 < entry.approximate_file_bytes / entry.parameters < 2.0
 
 
@@ -172,7 +172,7 @@ def test_repositories_without_a_complete_model() -> None:
 
 
 def test_the_demo_models_are_called_built_in() -> None:
-    """`embedded` is the word of the code. Nothing that a user reads contains it."""
+    """The code says `embedded`, but no text for users contains this word."""
     for entry in load_catalogue().entries:
         assert "embedded" not in entry.notice
     assert "built-in demo" in load_catalogue().find("demo")[0].notice  # type: ignore[index]

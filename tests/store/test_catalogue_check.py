@@ -1,4 +1,4 @@
-"""Tests of `scripts/check_catalogue`, which compares the catalogue with the files on Hugging Face."""
+"""`scripts/check_catalogue` compares the catalogue with the files on Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD_FILE = "demo-head.gguf"
 
 
 def demo_on(hub: StandInHub) -> tuple[ModelEntry, ModelEntry, HeadEntry]:
-    """Put the files of the demo on the hub, and return their entries."""
+    """Put the demo's files on the hub, and return their entries."""
     catalogue, folder = load_catalogue(), models_folder()
     entries = []
     for name, quantisation in (("demo", "Q8_0"), ("demo-draft", "Q8_1")):

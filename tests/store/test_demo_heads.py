@@ -1,4 +1,4 @@
-"""The heads of the demo models draft well, and change no reply."""
+"""The demo models' heads draft well, and change no reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.store.catalogue import models_folder
 from edgespec.store.heads import head_options
 from edgespec.store.reference import resolve

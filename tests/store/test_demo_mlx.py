@@ -1,4 +1,4 @@
-"""Tests that the embedded MLX and GGUF models have the same weights, tokens and template."""
+"""The embedded MLX and GGUF models have the same weights, tokens and template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of downloads from a hub with all faults of a real network."""
+"""Downloads from a hub with all the faults of a real network."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("without_projector")
 def test_a_redirect_does_not_forward_the_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub redirects to a server for large files, which must not get the token."""
+    """The hub redirects to a server for large files, which must not receive the token."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
     hub.cut_after_bytes = [600_000]

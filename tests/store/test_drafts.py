@@ -1,4 +1,4 @@
-"""Tests of draft models: which can draft for a target, and which one `auto` takes.
+"""Draft models: which ones can draft for a target, and which one `auto` chooses.
 
 Measured acceptance rates are counted, saved, used by `auto`, and deleted.
 """
@@ -153,7 +153,7 @@ def test_auto_skips_drafts_of_unknown_architecture(own_home: Path) -> None:
 
 
 def test_auto_takes_the_highest_expected_speedup(lmstudio: Path, own_home: Path) -> None:
-    """A copy of the target below half its size is also a draft; a larger one is not taken."""
+    """A copy of less than half the target's size is also a draft model. A larger one is not chosen."""
     OllamaStore(own_home / ".ollama" / "models").add("small", "again", DRAFT.read_bytes())
     options = drafts_of("maker/Large-GGUF")
     assert {option.reference for option in options} == {"maker/Small-GGUF", "small:again"}
@@ -207,7 +207,7 @@ class TestCatalogueDrafts:
         assert all(option.shared_token_fraction == 1.0 for option in options.values())
 
     def test_a_model_with_known_tokens_gets_drafts_of_its_family(self, llamas: None, lmstudio: Path) -> None:
-        """A large model outside the catalogue has the tokens of a listed one."""
+        """A large model outside the catalogue has the same tokens as a listed one."""
         large = lmstudio / "me" / "Mine-GGUF" / "mine-F16.gguf"
         large.parent.mkdir(parents=True)
         write_large(large, parameters=8_000_000_000)
@@ -284,7 +284,7 @@ class TestSpeedupEstimate:
 
 
 class TestFailingDrafts:
-    """If a draft model that `auto` chose cannot be loaded, there is a notice, and the next one is tried."""
+    """If a draft model chosen by `auto` cannot be loaded, a notice is shown and the next one is tried."""
 
     @staticmethod
     def add_tensor(path: Path) -> None:
@@ -459,7 +459,7 @@ def test_auto_uses_measured_acceptance_rates(own_home: Path) -> None:
     assert option.acceptance_rate == true / guesses
     why = choose_draft(target).reason
     assert f"(measured: {true / guesses:.0%} of its drafted tokens are accepted)" in why
-    # A draft model with a very low acceptance rate is no longer taken.
+    # A draft model with a very low acceptance rate is no longer chosen.
     path = folder / "Small-GGUF" / "Small.gguf"
     add_acceptance((target.path, "gguf"), (path, "gguf"), 15_000, 0)
     choice = choose_draft(target)

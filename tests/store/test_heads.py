@@ -1,4 +1,4 @@
-"""Tests of heads: which ones are found for a target or refused, and how they are downloaded and converted."""
+"""Heads: which ones are found or rejected for a target, and how they are downloaded and converted."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class TestDownloads:
     def test_the_settings_of_medusa_heads_are_downloaded_before_the_weights(
         self, hub: StandInHub, tmp_path: Path
     ) -> None:
-        """The weights alone count as complete, but the settings can say which hidden state they read."""
+        """The weights alone count as complete, but the settings can specify which hidden state they read."""
         layout = Layout("medusa", ".pt", config=False)
         head = write_heads(tmp_path / "head", layout, random_arrays(layout, 32, VOCAB))
         hub.files = {file.name: file.read_bytes() for file in head.iterdir()}

@@ -1,6 +1,6 @@
-"""Tests of models in the stores of other programs: found, resolvable by name, and never modified.
+"""Models in other programs' stores are found, can be resolved by name, and are never modified.
 
-Also of their projectors, and of the sampling settings that their makers recommend.
+This also covers their projectors, and the sampling settings that their makers recommend.
 """
 
 from __future__ import annotations
@@ -38,18 +38,6 @@ from tests.store.stand_in_hub import REPOSITORY, StandInHub
 DRAFT = models_folder() / "demo-draft-q8_0.gguf"
 MLX = models_folder() / "demo-mlx-draft"
 IN_FILE = "the model's files"
-
-
-@pytest.fixture
-def ollama(own_home: Path) -> OllamaStore:
-    return OllamaStore(own_home / ".ollama" / "models")
-
-
-@pytest.fixture
-def lmstudio(own_home: Path) -> Path:
-    folder = own_home / ".lmstudio" / "models"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def references() -> list[str]:
@@ -163,7 +151,7 @@ class TestLmStudio:
             resolve("maker/Twins", allow_download=False)
 
     def test_many_models_are_scanned_once(self, lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Regression: ten thousand files in a folder took minutes, because all pairs were compared."""
+        """Regression test: ten thousand files in a folder took minutes, because all pairs were compared."""
         for number in range(30):
             add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
         looks: list[int] = []
@@ -537,19 +525,19 @@ def test_ollama_counts_before_the_file_and_the_file_before_the_catalogue(
         "top_k": (20, IN_FILE),
         "top_p": (0.95, "the catalogue"),
     }
-    # Only what is really not used is reported when the model is loaded.
+    # Loading the model reports only parameters that are really unused.
     assert model.unused == ("template", "num_ctx")
 
 
 @pytest.mark.parametrize(
     ("header", "temperature"),
     [
-        # As in the files of the Python package, and in those that bartowski's tools write.
+        # Names in the Python package's files, and in files written by bartowski's tools.
         ({"name": "Smollm2 135M 8k Lc100K Mix1 Ep2"}, 0.2),
         ({"name": "SmolLM2 135M Instruct"}, 0.2),
         ({"basename": "SmolLM2", "size_label": "135M", "finetune": "Instruct"}, 0.2),
         ({"name": "Qwen3-8B"}, 0.6),
-        # The base model, and a model that someone has trained further.
+        # The base model, and a fine-tuned version of the model.
         ({"name": "SmolLM2 135M"}, None),
         ({"name": "My SmolLM2 135M Instruct"}, None),
         ({}, None),

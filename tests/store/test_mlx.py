@@ -1,4 +1,4 @@
-"""Tests of MLX models: folders, repositories without GGUF files, and incomplete ones."""
+"""MLX models: folders, repositories without GGUF files, and incomplete models."""
 
 from __future__ import annotations
 

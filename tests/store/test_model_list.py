@@ -1,4 +1,4 @@
-"""Tests of the public functions that list, find and download models."""
+"""The public functions that list, find and download models."""
 
 from __future__ import annotations
 
@@ -108,12 +108,22 @@ def test_models_a_little_larger_than_memory_run_from_disk(monkeypatch: pytest.Mo
     assert not models["70b-q4"].can_run
     assert fitting.speed is not None
     assert streamed.speed is not None
-    # Each pass takes as long as the disk reads what does not fit, and a wide one no longer.
+    # Each pass takes as long as reading the part that does not fit from disk, whatever its width.
     seconds = (streamed.needed_bytes - 5 * GIB) / 1e9
     assert streamed.speed.tokens_per_second == pytest.approx(1 / seconds)
     assert set(streamed.speed.pass_costs.values()) == {1.0}
     assert streamed.speed.speedup > fitting.speed.speedup
     model_list._disk_speed.cache_clear()
+
+
+def test_passes_of_a_mixture_of_experts_read_only_the_experts_that_they_use() -> None:
+    entries = load_catalogue().entries
+    mixture = next(each for each in entries if 0 < each.active_fraction < 0.2)
+    dense = next(each for each in entries if each.active_fraction == 1)
+    assert [model_list._reads(2.0, dense)(width) for width in (1, 8)] == [2.0, 2.0]
+    one, wide = (model_list._reads(2.0, mixture)(width) for width in (1, 8))
+    assert one == pytest.approx(2.0)
+    assert 2 * one < wide < 2.0 / mixture.active_fraction
 
 
 def test_models_are_found_on_the_hub(hub: StandInHub) -> None:

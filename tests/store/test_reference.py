@@ -1,4 +1,4 @@
-"""Tests of model references: the model or the error of one line that each leads to."""
+"""Model references: the model or the one-line error that each one leads to."""
 
 from __future__ import annotations
 

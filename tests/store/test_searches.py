@@ -1,4 +1,4 @@
-"""Searches of the model stores end soon, whatever links, special files and numbers of files are in them."""
+"""Searches of the model stores end soon, whatever links, special files and numbers of files they contain."""
 
 from __future__ import annotations
 
@@ -16,18 +16,6 @@ from edgespec.store.installed import find_installed
 from edgespec.store.reference import resolve
 from tests.store.fake_stores import REGISTRY, OllamaStore, add_to_hub, add_to_lmstudio
 from tests.store.test_installed import DRAFT, MLX, references, why_skipped
-
-
-@pytest.fixture
-def ollama(own_home: Path) -> OllamaStore:
-    return OllamaStore(own_home / ".ollama" / "models")
-
-
-@pytest.fixture
-def lmstudio(own_home: Path) -> Path:
-    folder = own_home / ".lmstudio" / "models"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def test_a_snapshot_that_links_to_the_root(cache: Path) -> None:

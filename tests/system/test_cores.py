@@ -1,4 +1,4 @@
-"""The usable cores: limited by CPU affinity and by the CPU quotas of containers."""
+"""The number of usable cores is limited by CPU affinity and by the CPU quotas of containers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_disk_of_a_folder_is_measured_without_leaving_files(tmp_path: Path) 
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The parts of files that are removed from the page cache, as (offset, size) tuples."""
+    """Return the parts of files that are removed from the page cache, as (offset, size) tuples."""
     parts, advise = [], os.posix_fadvise
 
     def record(file: int, offset: int, size_bytes: int, advice: int) -> None:
@@ -89,7 +89,7 @@ def test_what_is_read_through_the_page_cache_is_dropped(
         drop_cached(file, 4096, 8192)
     assert dropped == [(4096, 8192)]
     assert read_bytes_per_second(path) > 0
-    # Each part is dropped before it is read too. Otherwise, the cache would be measured instead of the disk.
+    # Each part is also dropped before it is read. Otherwise, the cache would be measured instead of the disk.
     parts = dropped[1:]
     assert {offset for offset, _ in parts} <= {0, READ_BYTES, 2 * READ_BYTES}
     assert parts

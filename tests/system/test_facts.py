@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def reopened(path: Path) -> Facts:
-    """Open a file like a new process, without the facts that this process could not save."""
+    """Open a file like a new process, without facts that this process could not save."""
     facts._unsaved.pop(path, None)
     return Facts(path)
 
@@ -217,7 +217,7 @@ def test_a_file_that_another_process_is_writing_can_be_read(
         store.put("speed", {"two": 2})
         assert store.notice
         assert store.get("speed", "one") == 1
-    # The lock is free again, which a call finds out without waiting.
+    # The lock is free again, and a call notices that without waiting.
     store.put("speed", {"three": 3})
     assert not store.notice
     assert [reopened(path).get("speed", key) for key in ("one", "two", "three")] == [1, 2, 3]

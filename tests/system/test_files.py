@@ -86,7 +86,7 @@ def test_an_unknown_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EDGESPEC_DATA_DIR")
     monkeypatch.setenv("HOME", "~")
     assert home_folder() is None
-    # platformdirs returns a relative path for a user id that has no entry in the user database.
+    # platformdirs returns a relative path for a user id without an entry in the user database.
     monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: Path("~/.local/share/edgespec"))
     with raises(ConfigurationError, "HOME or EDGESPEC_DATA_DIR"):
         data_folder()

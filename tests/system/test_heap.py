@@ -1,4 +1,4 @@
-"""Controls over malloc. Each runs in a process of its own, because its effect is permanent."""
+"""Controls for malloc. Each test runs in a separate process, because the effect is permanent."""
 
 from __future__ import annotations
 

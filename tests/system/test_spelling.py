@@ -1,4 +1,4 @@
-"""Typing errors that people make, and the names that are suggested for them."""
+"""Common typing errors, and the names that are suggested for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An MCP server whose first argument chooses how it misbehaves. It implements the protocol without the SDK.
+"""An MCP server whose first argument selects how it misbehaves. It does not use the SDK.
 
-With `polite`, it behaves well. It starts much faster than a server that is written with the SDK.
+With `polite`, it behaves well. It starts much faster than a server written with the SDK.
 """
 
 from __future__ import annotations

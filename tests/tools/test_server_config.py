@@ -1,4 +1,4 @@
-"""The file `tools.toml`: the servers in a valid file, and the errors in invalid ones."""
+"""The file `tools.toml`: the servers in valid files, and the errors for invalid ones."""
 
 from __future__ import annotations
 

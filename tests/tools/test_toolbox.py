@@ -151,14 +151,14 @@ def test_servers_that_do_not_start(
     ],
 )
 def test_servers_that_misbehave_during_a_call(boxes: list[Toolbox], mode: str, problem: str) -> None:
-    # The server of "pings" keeps a core busy until the call times out.
+    # The `pings` server keeps a core busy until the call times out.
     box = started(boxes, hostile(mode, timeout={"hangs": 2.0, "pings": 0.5}.get(mode, 30.0)))
     began = time.monotonic()
     result = call(box, "act")
     assert time.monotonic() - began < 20
     assert result.failed
     assert problem in visible(result.text)
-    # The model still sees the tools of a server that has ended, and the next call restarts it.
+    # The model still sees the tools of a server that has exited, and the next call restarts it.
     assert box.tools
     box.start("bad").result(SECONDS)
     assert box.servers["bad"].running

@@ -31,7 +31,7 @@ PROMPTS = [
 
 
 class Stops:
-    """A progress callback that cancels the training at the n-th report of one kind."""
+    """A progress callback that cancels training at the n-th report of a certain kind."""
 
     def __init__(self, after: int | None = None, kind: str = "training") -> None:
         self.left = after
@@ -94,7 +94,7 @@ def train(target: TrainingTarget) -> Train:
 
 @pytest.fixture(scope="session")
 def unmeasured(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that was interrupted before its head was measured. Tests change copies."""
+    """Return the folder of a training interrupted before its head was measured. Tests change copies."""
     folder = tmp_path_factory.mktemp("unmeasured")
     with pytest.raises(CancelledError):
         train(folder, Stops(0, "measuring"))
@@ -103,7 +103,7 @@ def unmeasured(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(train: Train, unmeasured: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
-    """A training without interruption. Only its head was measured later."""
+    """Return the result of an uninterrupted training whose head was measured later."""
     return train(Path(shutil.copytree(unmeasured, tmp_path_factory.mktemp("finished") / "head")))
 
 
@@ -114,7 +114,7 @@ def arrays_of(folder: Path, file: str = "model.safetensors") -> dict[str, Any]:
 
 
 def same_head(folder: Path, finished: TrainingResult) -> bool:
-    """Whether a folder contains the head of a training without interruption."""
+    """Return whether a folder contains the same head as an uninterrupted training."""
     found, expected = arrays_of(folder), arrays_of(finished.folder)
     return found.keys() == expected.keys() and all(
         mx.array_equal(array, expected[name]) for name, array in found.items()

@@ -1,4 +1,4 @@
-"""A training keeps the weights of the best evaluation, also if it is stopped while it evaluates or saves."""
+"""Training keeps the best evaluation's weights, even if stopped while it evaluates or saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.train.conftest import Stops, Train, same_head
 
 @pytest.fixture(autouse=True)
 def high_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a learning rate with which the head is better in the middle of the training than at its end."""
+    """Use a learning rate for which the head is better in the middle of the training than at the end."""
     monkeypatch.setattr("edgespec.backends.mlx.head_trainer._MATRIX_RATE", 0.3)
 
 
@@ -25,7 +25,7 @@ def test_the_weights_of_the_best_evaluation_are_kept(train: Train, tmp_path: Pat
     assert whole.best in whole.curve
     assert whole.best.tokens_per_pass == max(point.tokens_per_pass for point in whole.curve)
     assert whole.best.tokens_per_pass > whole.curve[-1].tokens_per_pass
-    # All evaluations use the same conversations, because there is only one that is held out.
+    # All evaluations use the same conversations, because only one is held out.
     assert whole.figures.tokens_per_pass == whole.best.tokens_per_pass
     assert whole.to_json()["best"]["steps"] == whole.best.steps
 

@@ -1,4 +1,4 @@
-"""Training a draft model: that it improves, what is written and kept, and what is refused."""
+"""Training a draft model: it improves, and what is written, kept and rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.raising import raises
 from tests.train.conftest import PROMPTS, Stops, arrays_of
 
 QUANTISED = ("affine", 8, 32)
-# A draft model quickly learns to guess a target with one layer.
+# A draft model quickly learns to predict a target with one layer.
 CONFIG = {"num_hidden_layers": 1}
 
 
@@ -47,7 +47,7 @@ def write_draft(
     rows: int = ROWS,
     quantisation: tuple[str, int, int] | None = None,
 ) -> Path:
-    """Write a copy of a target in which a few matrices were changed, so that it guesses wrongly at times."""
+    """Write a copy of a target with a few changed matrices, so that it sometimes drafts wrong tokens."""
     config = {**CONFIG, "vocab_size": rows}
     write_checkpoint(folder, "llama", config=config, quantisation=quantisation)
     arrays, random = arrays_of(folder), np.random.default_rng(0)
@@ -134,7 +134,7 @@ def test_training_raises_the_acceptance_on_other_text(
         trainer.step(texts_of(2 + step, 8, 40), 0.1)
     after, owners = trainer.ranks(held_out, 4)
     assert (after == 0).mean() > (before == 0).mean() + 0.03
-    # Four guesses fit into the reply from the token before it on.
+    # Four drafted tokens fit into the reply, starting from the token before it.
     assert np.bincount(owners).tolist() == [30 - 6 - 3] * 8
     (tmp_path / "new").mkdir()
     trainer.publish(tmp_path / "new")
@@ -189,7 +189,7 @@ def test_the_published_model_has_the_form_of_the_original(
     trainer, folder = trainer_of(target, draft, lora), tmp_path / "new"
     folder.mkdir()
     trainer.publish(folder)
-    # Nothing has been trained yet. The weights are quantised again, which rounds them.
+    # Nothing has been trained yet, but the weights are quantised again, which rounds them.
     before = logits_of(draft)
     untrained = logits_of(folder)
     assert mx.abs(untrained - before).mean() < 0.1 * mx.abs(before).mean()
@@ -237,7 +237,7 @@ def test_the_draft_model_continues_the_replies(target: TrainingTarget, draft: Pa
     assert len(set(shared)) > 3
     assert all(6 <= start < end <= min(60, start + 33) for start, end in zip(shared, ends, strict=True))
     assert not continued.replied[:, :6].any()
-    # What the draft model wrote is sampled: a seed for each step makes it repeatable.
+    # The draft model's text is sampled with a seed for each step, which makes it repeatable.
     assert np.array_equal(trainer.continued(batch).tokens, continued.tokens)
     trainer.step(batch, 0.0)
     assert not np.array_equal(trainer.continued(batch).tokens, continued.tokens)
@@ -245,7 +245,7 @@ def test_the_draft_model_continues_the_replies(target: TrainingTarget, draft: Pa
 
 def test_the_loss_is_the_share_of_rejected_tokens(target: TrainingTarget, draft: Path) -> None:
     trainer, batch = trainer_of(target, draft), texts_of(0, 2, 12)
-    # In the second step, the draft model writes no text of its own.
+    # In the second step, the draft model generates no text of its own.
     trainer.step(batch, 1.0)
     replied = np.s_[:, 5:-1]
     mine = np.array(mx.softmax(load_model(draft)[0](mx.array(batch.tokens)), axis=-1), np.float64)[replied]

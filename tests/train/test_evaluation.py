@@ -1,4 +1,4 @@
-"""The figures of a drafter: tokens per pass in chains and in trees, and the coverage of its vocabulary."""
+"""The figures of a drafter: tokens per pass in chains and in trees, and vocabulary coverage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgespec.model.drafter_training import TrainingBatch
 from edgespec.train.conversations import Conversation
 from edgespec.train.evaluation import measure_drafter
 
-# Four drafts in one conversation: the ranks of the target's tokens in the drafter's choices.
+# Four drafts in one conversation: the ranks of the target's tokens among the drafter's choices.
 RANKS = np.array([[0, 0, 0, 0], [2, 1, 0, 1], [0, 2, 0, 0], [3, 0, 0, 0]])
 
 

@@ -1,4 +1,4 @@
-"""A head that was trained with MLX drafts the same for the GGUF form of its target."""
+"""A head trained with MLX drafts the same for the GGUF version of its target."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
         target.close()
     # The weights of the two targets are rounded differently.
     assert np.mean(expected == own) > 0.9
-    # Agreement is no coincidence, because the guesses differ from each other.
+    # The agreement is no coincidence, because the drafts differ from each other.
     assert len(set(own)) > 5
 
 
@@ -117,7 +117,7 @@ def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train
         train(folder, Stops(0, "converting"), gguf=gguf)
     weights = file_state(folder / "model.safetensors")
     converted = folder / "head.gguf"
-    # A folder with the name of the file makes the conversion fail.
+    # A folder with the file's name makes the conversion fail.
     converted.mkdir()
     with raises(EdgespecError, "could not be converted", code="file_not_written"):
         train(folder, gguf=gguf)

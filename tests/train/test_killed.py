@@ -19,12 +19,12 @@ from tests.train.conftest import Stops, Train, same_head
 
 
 class KilledError(BaseException):
-    """Ends a training as a signal does. It is no Exception, so no handler mistakes it for a failure."""
+    """Ends a training like a signal. It is not an Exception, so no handler treats it as a failure."""
 
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """Let the operating system refuse to write larger files, as on a full disk."""
+    """Make the operating system reject larger files, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -55,7 +55,7 @@ def test_a_training_killed_while_it_saved_its_state(
         train(tmp_path, Stops(2))
     with monkeypatch.context() as patch:
         patch.setattr(MlxHeadTrainer, "save_state", killed)
-        # Stopped before the first step, so that the state for the same number of steps is saved again.
+        # Stop before the first step, so that the state for the same number of steps is saved again.
         with pytest.raises(KilledError):
             train(tmp_path, Stops(0))
     train(tmp_path)
@@ -114,7 +114,7 @@ def test_a_training_killed_while_it_deleted_its_files(
         patch.setattr(Path, "unlink", killed)
         with pytest.raises(KilledError):
             train(tmp_path)
-    # The head was published, so another training compares its own head with it.
+    # The head was already published, so another training compares its own head with it.
     result = train(tmp_path)
     assert result.figures == finished.figures
     assert same_head(tmp_path, finished)

@@ -1,4 +1,4 @@
-"""Training a head: interrupts, what is kept, what is written, and what is refused."""
+"""Training a head: interrupts, and what is kept, written and rejected."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def stopped(train: Train, folder: Path, after: int) -> None:
 
 @pytest.fixture(scope="module")
 def unfinished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that was interrupted. Tests change copies of it."""
+    """Return the folder of an interrupted training. Tests change copies of it."""
     folder = tmp_path_factory.mktemp("unfinished")
     stopped(train, folder, 2)
     return folder
 
 
 def trained_beside(finished: TrainingResult, unmeasured: Path, folder: Path) -> None:
-    """Copy a finished head, and next to it the training of the same head that is to be measured."""
+    """Copy a finished head, with the unmeasured training of the same head next to it."""
     shutil.copytree(finished.folder, folder, dirs_exist_ok=True)
     shutil.copytree(unmeasured / "training", folder / "training")
 
@@ -45,7 +45,7 @@ def trained_beside(finished: TrainingResult, unmeasured: Path, folder: Path) -> 
 def test_an_interrupted_training_continues_and_shares_no_folder(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
-    """Another training that is refused the same folder changes nothing."""
+    """Another training that is denied the same folder changes nothing."""
     for after in (2, 3):
         stopped(train, tmp_path, after)
     announced: list[str] = []
@@ -67,7 +67,7 @@ def test_an_interrupted_training_continues_and_shares_no_folder(
 def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None:
     def progress(description: str, fraction: float) -> bool:
         fractions.append(fraction if description == "writing conversations" else 0.0)
-        # The prompts are answered in the first batch. The tiny model writes no questions for another.
+        # The prompts are answered in the first batch. The tiny model writes no questions for another one.
         return not fractions[-1]
 
     fractions: list[float] = []

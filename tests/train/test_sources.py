@@ -1,4 +1,4 @@
-"""Where conversations come from: the target's own questions, a file of prompts, and saved chats."""
+"""Sources of conversations: the target's own questions, a file of prompts, and saved chats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_target_writes_its_own_questions(tmp_path: Path, monkeypatch: pytest
     folder = write_checkpoint(tmp_path / "chatty", "llama", config={"num_hidden_layers": LAYERS})
     arrays = mx.load(str(folder / "model.safetensors"))
     assert isinstance(arrays, dict)
-    # Let the end token be about as likely as the others. See `write_checkpoint`.
+    # Make the end token about as likely as the others. See `write_checkpoint`.
     arrays["lm_head.weight"][END] = 1.2 * arrays["lm_head.weight"][7]
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     with load_target(folder, "chatty", None, always) as target:

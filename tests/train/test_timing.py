@@ -1,4 +1,4 @@
-"""The estimate of a training's costs, whose steps must be short, because they cannot be interrupted."""
+"""The cost estimate of a training, whose steps must be short, because they cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ run_step = MlxHeadTrainer.step
 
 
 class Clock:
-    """A clock on which each training step takes 2 seconds, and 0.5 seconds for each token."""
+    """A clock on which each training step takes 2 seconds, plus 0.5 seconds per token."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -62,7 +62,7 @@ def costs(target: TrainingTarget, folder: Path, until: int | None = None) -> Tra
 
 @pytest.mark.parametrize(
     ("long_seconds", "sizes"),
-    # After the first step of 32 tokens, each size is tried in two steps.
+    # After the first step of 32 tokens, each size is measured in two steps.
     [(0.0, [32, 96]), pytest.param(1e9, [32, 96, 384, 1024], marks=pytest.mark.long)],
 )
 def test_fixed_costs_are_separated_from_those_per_token(
@@ -107,7 +107,7 @@ def test_the_remaining_work() -> None:
     # A 24th of the 48,000 tokens is held out, and each of the others is trained on three times.
     assert (work.write_tokens, work.train_tokens) == (48_000, 3 * 46_000)
     assert work.steps == -(-3 * 46_000 // 256)
-    # All 2,000 tokens that are held out are evaluated each time, and once more after the training.
+    # All 2,000 held-out tokens are evaluated each time, and once more after the training.
     assert work.evaluated_tokens == (work.evaluations + 1) * 2_000
     assert 20 <= work.evaluations <= 21
     # Half of the conversations have been written, in 240 conversations of 100 tokens.

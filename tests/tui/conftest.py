@@ -1,4 +1,4 @@
-"""The demo model and parsed styles, which all chats of a file share."""
+"""The demo model and the parsed styles, which all chats in a file share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def shared_runtime() -> Iterator[edgespec.Runtime]:
 
 @pytest.fixture
 def demo(shared_runtime: edgespec.Runtime, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Load the embedded demo pair only once, because that takes as long as the rest of a test.
+    """Load the embedded demo pair only once, because loading takes as long as the rest of a test.
 
     `test_switching.py` and `test_speed.py` load models as the command does, and close them. Pass costs are
-    fixed, because the chat shows what they allow, and measured ones depend on what else runs.
+    fixed,
+    because the chat shows their consequences, and measured costs depend on what else is running.
     """
     monkeypatch.setattr(shared_runtime, "close", lambda: None)
     monkeypatch.setattr(edgespec.Runtime, "pass_costs", {2: 1.5, 4: 2.0, 8: 3.0})
@@ -35,7 +36,7 @@ def demo(shared_runtime: edgespec.Runtime, monkeypatch: pytest.MonkeyPatch) -> L
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_styles() -> Iterator[None]:
-    """Parse each style sheet once, because that takes a sixth of the time of a test."""
+    """Parse each style sheet only once, because parsing takes a sixth of a test's time."""
     parse = Stylesheet._parse_rules
     parsed: dict[Any, Any] = {}
 
@@ -55,7 +56,7 @@ def idle_without_the_model_thread() -> Iterator[None]:
     """Count the app as idle while only the model thread computes.
 
     Textual waits after each key until the whole process is idle, which is a second or two during a reply.
-    Otherwise it waits twice for a time in which next to nothing is computed, here 10 instead of 20 ms.
+    Otherwise, it waits twice for a period in which almost nothing is computed, here 10 instead of 20 ms.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_wait, "process_time", time.thread_time)

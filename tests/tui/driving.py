@@ -32,14 +32,14 @@ STEADY: Mapping[str, Setting] = {
 }
 NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
 
-# The ends of a scrollbar's handle: where they are drawn depends on when the screen was last painted.
+# The ends of a scrollbar's handle, whose positions depend on when the screen was last painted.
 _SCROLLBAR = "▁▂▃▄▅▆▇"
 
 
 async def until(
     pilot: Pilot[None], condition: Callable[[], bool], what: str = "", seconds: float = 60
 ) -> None:
-    """Wait for `condition`, and then for the messages that are queued by that time."""
+    """Wait for `condition`, and then for the messages that are queued at that time."""
     for attempt in range(int(seconds / 0.02)):
         if condition():
             if attempt:
@@ -83,7 +83,7 @@ class Driver:
         await self.pilot.press(*(NAMES.get(letter, letter) for letter in text))
 
     async def write_fast(self, *keys: str, wait: bool = True) -> None:
-        """Type keys without a pause, so that all are queued before the app handles the first one."""
+        """Type keys without pausing, so that all are queued before the app handles the first one."""
         for key in keys:
             self.app.post_message(events.Key(NAMES.get(key, key), key if len(key) == 1 else None))
         if wait:
@@ -148,7 +148,7 @@ async def driving(
     wait: bool = True,
     **options: Any,
 ) -> AsyncIterator[Driver]:
-    """Run the app without a terminal. `options` are further arguments of `ChatApp`."""
+    """Run the app without a terminal. `options` are additional arguments of `ChatApp`."""
     app = ChatApp(
         load,
         load_other=load_other,

@@ -19,7 +19,7 @@ PAUSE_SECONDS = 0.002
 
 
 def record(folder: Path, driver: Driver) -> None:
-    """Append the messages of the chat, which is idle and therefore saved, to the log in a single write."""
+    """Append the chat's messages to the log in one write. The chat is idle, so they are saved."""
     chat = driver.chat.current_chat
     line = json.dumps([chat.id, [entry.content for entry in chat.tree.messages]])
     handle = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)

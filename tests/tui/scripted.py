@@ -1,4 +1,4 @@
-"""A scripted runtime for tests: it emits words at a set pace, fails or stalls, and reports fixed numbers."""
+"""A scripted runtime: it emits words at a set pace, fails or stalls, and reports fixed numbers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Script:
 
 
 def made_up_stats(chunks: int) -> Stats:
-    """Numbers that never change, so that a picture of the screen can be compared."""
+    """Return fixed numbers, so that screenshots can be compared."""
     return Stats(
         prompt_tokens=48,
         cached_prompt_tokens=12,
@@ -111,7 +111,7 @@ def made_up_stats(chunks: int) -> Stats:
 
 
 class ScriptedStream:
-    """Words of the script as chunks, every third one the target's own."""
+    """The script's words as chunks, of which every third one is the target's own."""
 
     def __init__(self, script: Script, on_end: Callable[[Reply | None], None], reply_start: str) -> None:
         self.script = script
@@ -297,10 +297,19 @@ def as_runtime(runtime: ScriptedRuntime) -> Runtime:
     return cast("Runtime", runtime)
 
 
-def loading(runtime: ScriptedRuntime, *, steps: int = 3, pause_seconds: float = 0.0) -> Load:
-    """A load function that takes some steps and minds a cancel."""
+def loading(
+    runtime: ScriptedRuntime,
+    *,
+    steps: int = 3,
+    pause_seconds: float = 0.0,
+    gate: threading.Event | None = None,
+) -> Load:
+    """A load function that takes some steps and minds a cancel, or ignores it and waits for `gate`."""
 
     def load(progress: Progress) -> Runtime:
+        if gate is not None:
+            gate.wait(60)
+            return as_runtime(runtime)
         for step in range(steps):
             if not progress("Loading demo", step / steps):
                 raise CancelledError("loading was cancelled")

@@ -1,4 +1,4 @@
-"""Compare the screen with the text in a file, in dark and in light colours."""
+"""Compare the screen with the text in a file, in dark and light colours."""
 
 from __future__ import annotations
 

@@ -30,6 +30,18 @@ def says(chat: OpenChat, text: str) -> None:
         chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
 
 
+async def fails_to_save(archive: Archive, chat: OpenChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save a chat on a full disk."""
+
+    def full(path: Path, *payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.chat.store.write_private_file", full)
+        with raises(ChatFileError, "disk is", code="file_not_written"):
+            await archive.save(chat, "demo")
+
+
 async def test_chat_changed_by_another_program_is_saved_as_a_second_one(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     one, other = Archive(store), Archive(store)
@@ -118,14 +130,7 @@ async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
     archive = Archive(store)
     first, second = OpenChat(), OpenChat()
     says(first, "hello")
-
-    def full(path: Path, *payload: bytes) -> None:
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("edgespec.chat.store.write_private_file", full)
-        with raises(ChatFileError, "disk is", code="file_not_written"):
-            await archive.save(first, "demo")
+    await fails_to_save(archive, first, monkeypatch)
     says(second, "bye")
     await archive.save(second, "demo")
     assert sorted(chat.title for chat in store.list()) == ["bye", "hello"]
@@ -142,14 +147,7 @@ async def test_changing_an_unsaved_chat_loses_no_messages(
     says(chat, "hello")
     await archive.save(chat, "demo")
     says(chat, "unsaved")
-
-    def full(path: Path, *payload: bytes) -> None:
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("edgespec.chat.store.write_private_file", full)
-        with raises(ChatFileError, "disk is", code="file_not_written"):
-            await archive.save(chat, "demo")
+    await fails_to_save(archive, chat, monkeypatch)
     if change == "rename":
         await archive.change(chat.id, title="another title", pinned=True)
         assert store.list()[0].title == "another title"
@@ -176,14 +174,7 @@ async def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
     chat, other = OpenChat(), OpenChat()
     says(chat, "hello")
     await archive.save(chat, "demo")
-
-    def full(path: Path, *payload: bytes) -> None:
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("edgespec.chat.store.write_private_file", full)
-        with raises(ChatFileError, "disk is", code="file_not_written"):
-            await archive.save(chat, "demo")
+    await fails_to_save(archive, chat, monkeypatch)
     await archive.hide(chat.id)
     await archive.finish_deletion(chat.id)
     says(other, "bye")

@@ -256,7 +256,7 @@ def test_files_that_are_no_chats_do_not_stop_the_deletion_of_chats(
     (tmp_path / ".no chat.deleted").write_text("")
     (tmp_path / ".folder.deleted").mkdir()
     (tmp_path / ".one.deleted").write_text("{}")
-    # The program deleted this one, and another program has put a folder in its place.
+    # This program deleted the chat, and another program has put a folder in its place.
     (tmp_path / "two.json").mkdir()
     chats = Archive(ChatStore(tmp_path))
     chats.hidden["two"] = 0.0

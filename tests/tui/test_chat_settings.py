@@ -1,19 +1,23 @@
-"""The system prompt, the settings and the display preferences of a chat with the demo model."""
+"""The system prompt, the settings, the display preferences and the schema files of a chat."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from textual.widgets import Input, TextArea
 
+from edgespec.errors import OptionError
+from edgespec.options.option import TextFile
 from edgespec.store.installed import RecommendedSetting
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
-from edgespec.tui.settings import accepted
+from edgespec.tui.settings import accepted, read_schema
 from edgespec.tui.widgets.details import StatusLine
 from edgespec.tui.worker import Load
+from tests.raising import raises
 from tests.tui.driving import ASK, STEADY, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
 
@@ -156,3 +160,23 @@ async def test_show_names_the_source_of_recommended_settings(tmp_path: Path) -> 
         await d.send("/set temperature 0.1")
         await d.send("/show")
         await until(d.pilot, lambda: "temperature 0.1" in " ".join(d.transcript().split()), "the new value")
+
+
+def test_pipes_devices_and_folders_are_no_schema(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
+        with raises(OptionError, code="file_not_read"):
+            read_schema(path)
+
+
+def test_an_endless_file_is_refused() -> None:
+    with raises(OptionError, "16.0", code="file_not_read"):
+        TextFile().parse("/dev/zero")
+
+
+def test_a_text_from_a_pipe_is_read_without_the_line_ends_of_windows() -> None:
+    read, write = os.pipe()
+    os.write(write, "é\r\n".encode())
+    os.close(write)
+    assert TextFile().parse(f"/dev/fd/{read}") == "é\n"
+    os.close(read)

@@ -1,4 +1,4 @@
-"""Dialogs close with Ctrl+C, and a command that is refused twice says so twice."""
+"""Dialogs close with Ctrl+C, and a command that is rejected twice says so twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in the chat: completing and dropping paths, chips, and the messages that are sent."""
+"""Files in the chat: completing and dropping paths, labels, and the messages that are sent."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> Non
 
 
 async def test_a_file_that_changes_before_it_is_sent(tmp_path: Path, demo: Load) -> None:
-    """The message gets the file as it is when it is sent. A deleted file is not left out silently."""
+    """The message contains the file as it is when sent. A deleted file is not silently left out."""
     Path("notes.txt").write_text("old")
     async with driving(demo, tmp_path, settings={"max_tokens": 4}) as d:
         d.chat.prompt.replace_text("Read @notes.txt now")

@@ -1,4 +1,4 @@
-"""What people expect of a terminal program: suspending it, help where one is, and marks that last."""
+"""Expectations of a terminal program: suspending, context-sensitive help, and lasting marks."""
 
 from __future__ import annotations
 

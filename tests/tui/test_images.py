@@ -145,7 +145,7 @@ async def test_several_images_are_side_by_side_and_upright(tmp_path: Path, visio
         await send(d, "@turned.jpg @one.png @a.png compare")
         rows = await drawn(d)
         assert len(rows) == 12
-        # The stored left half is the upper half of the upright photo, which is half as wide as high.
+        # The stored left half is the upper half of the upright photo, whose width is half its height.
         assert np.allclose([rows[0][0][1], rows[-1][11][2]], [BLUE, RED], atol=9)
         assert rows[0][14] == ("▀", RED, background(d)), "the lower half of the cell is empty"
         assert rows[0][17][1:] == (RED, RED)
@@ -223,7 +223,7 @@ def test_an_image_that_can_no_longer_be_decoded_is_empty() -> None:
 
 @pytest.fixture
 def clipboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that a program called wl-paste prints. Without the file, the clipboard is empty."""
+    """Return the file that a fake `wl-paste` prints. Without the file, the clipboard is empty."""
     if sys.platform == "darwin":
         pytest.skip("macOS has its own clipboard")
     programs, content = tmp_path / "programs", tmp_path / "clipboard"
@@ -250,7 +250,7 @@ async def test_the_image_in_the_clipboard_is_attached(
         if by_key:
             await d.press("ctrl+v")
         else:
-            # What terminals send when they paste a clipboard without text.
+            # This is what terminals send when pasting a clipboard without text.
             d.app.post_message(events.Paste(""))
         await until(d.pilot, lambda: len(d.chat.prompt.text) > 3, "the reference")
         await send(d, d.chat.prompt.text + "what is this?")

@@ -1,4 +1,4 @@
-"""Chats that are killed while the user edits messages and the model calls tools can be opened again."""
+"""Chats killed while the user edits messages or the model calls tools can be reopened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat after a lost worker: it keeps the text, says what to do, and loads the model again."""
+"""The chat after losing a worker: it keeps the text, says what to do, and reloads the model."""
 
 from __future__ import annotations
 

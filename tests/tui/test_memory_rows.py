@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from edgespec import MemoryPlan, MemoryUse, PrefixCacheUsage
-from edgespec.memory import Budget, Decision, Item
+from edgespec.memory.budget import Budget
+from edgespec.memory.plan import Decision, Item
 from edgespec.tui.texts import memory_rows
 
 _ITEMS = (Item("target", "target weights", "weights", 2 * 10**9),)

@@ -1,4 +1,4 @@
-"""Load options that were changed in a chat: what another model keeps, and what saved chats open with."""
+"""Load options changed in a chat: what another model keeps, and what saved chats open with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 @dataclass
 class Planner:
-    """Plans a model that was trained for `trained` tokens, of which `room` fit in memory."""
+    """Plans a model that was trained for `trained` tokens, `room` of which fit in memory."""
 
     trained: int = 8192
     room: int = 8192
@@ -136,7 +136,7 @@ async def test_changed_options_stay_when_another_model_is_loaded(tmp_path: Path)
         assert d.chat.changed_load_options == {"kv_type": "q8_0"}
         assert d.chat.models == ModelReferences("demo-draft", "", {"kv_type": "q8_0"})
         assert loads[-1] == ("demo-draft", None, {"kv_type": "q8_0"})
-        # The chat remembers its options, and opens with them after one that has others.
+        # The chat remembers its options, and restores them after a chat with other options.
         await d.say("Hello")
         first = d.chat.current_chat.id
         assert d.app.store.load(first).models == d.chat.models

@@ -243,7 +243,7 @@ async def test_a_model_that_was_installed_after_its_download_failed_is_listed_on
         screen = await open_list(d)
         options = screen.query_one(OptionList).options
         assert [option.id for option in options].count(reference) == 1
-        # It can be used, even though its download, such as that of its draft model, has failed.
+        # The model can be used, even though its download failed, for example that of its draft model.
         assert screen._shown[reference].is_installed
 
 
@@ -281,9 +281,9 @@ async def test_running_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
 async def test_the_list_on_the_screen(
     tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The plan depends on the memory of this process, so the picture shows the estimate.
+    # The plan depends on this process's memory, so the picture shows the estimate.
     monkeypatch.setattr("edgespec.tui.screens.models._PLAN_DELAY_SECONDS", 3600)
-    # Which models fit must not depend on the memory of the machine.
+    # Which models fit must not depend on the machine's memory.
     list_models = edgespec.list_models
     monkeypatch.setattr(edgespec, "list_models", lambda memory, also: list_models("256GiB", also))
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:

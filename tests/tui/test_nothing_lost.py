@@ -1,4 +1,4 @@
-"""Chats that end during a reply or run a job that fails: nothing is lost or hangs."""
+"""Chats that end during a reply or run a failing job neither lose anything nor hang."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = Script(text="word " * 2000, pause_seconds=0.005)
 
 
 def saved(d: Driver) -> SavedChat:
-    """The only saved chat, as the next start of the program would read it."""
+    """Return the only saved chat, as the next program would read it."""
     (path,) = d.saved()
     return ChatStore(path.parent).load(path.stem)
 
@@ -41,7 +41,7 @@ def contents(chat: SavedChat) -> list[str]:
 
 
 async def unfinished_chat(folder: Path, *scripts: Script) -> None:
-    """Leave a chat whose last message has the reply `scripts` give until the program quits."""
+    """Leave a chat whose last message is being answered with `scripts` when the program quits."""
     async with driving(loading(ScriptedRuntime(scripts=list(scripts))), folder) as d:
         for _ in scripts[:-1]:
             await d.say("earlier")
@@ -65,7 +65,7 @@ class TestSavedAsYouGo:
         async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
             await d.send("a question")
             await d.said("word word")
-            # The terminal does not read what the chat writes, so the event loop waits.
+            # The terminal does not read the chat's output, so the event loop waits.
             time.sleep(2.5)
             chat = saved(d)
             written = d.chat.current_chat.turn
@@ -291,7 +291,7 @@ class TestNothingHangs:
 
 class TestInput:
     async def type_and_enter(self, d: Driver, *lines: str) -> None:
-        """Press keys without waiting for the chat in between, as a fast typist or a paste does."""
+        """Press keys without waiting for the chat in between, like a fast typist or a paste."""
         for line in lines:
             for letter in line:
                 d.chat.prompt.post_message(_key(letter))
@@ -360,7 +360,7 @@ async def test_chat_files_with_and_without_the_mark_are_read(tmp_path: Path) -> 
 
 class TestRefusedMessages:
     async def test_a_refused_first_message_leaves_no_chat(self, tmp_path: Path) -> None:
-        """It is in the input again, so the next chat must not offer to finish its reply."""
+        """The message is back in the input, so the next chat must not offer to finish its reply."""
         error = TemplateError("no template", "choose another model")
         async with driving(loading(ScriptedRuntime(scripts=[Script(error=error)])), tmp_path) as d:
             await d.say("a question")

@@ -1,4 +1,4 @@
-"""The colours by origin: they keep the Markdown, follow the words, and end with the chat."""
+"""The colours by origin preserve the Markdown, follow the words, and end with the chat."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ The end.
 
 
 def coloured_words(text: str, first: int = 0) -> list[tuple[str, str]]:
-    """Return the letters of each word that have a colour, and the colour, if every second word is a guess."""
+    """Return the coloured letters of each word and their colour, if every second word is a guess."""
     colours = OriginColours(first)
     for number, part in enumerate(re.findall(r"\s*\S+\s*", text[first:])):
         colours.add(part, accepted=number % 2 == 0)

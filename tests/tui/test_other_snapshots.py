@@ -1,4 +1,4 @@
-"""Snapshots of the screens besides the conversation, from 40 to 200 columns, in dark and light colours.
+"""Snapshots of the other screens, from 40 to 200 columns, in dark and light colours.
 
 To accept a change: EDGESPEC_UPDATE_SNAPSHOTS=1 scripts/test tests/tui/test_other_snapshots.py, and read the
 diff. With EDGESPEC_PICTURES=FOLDER, the tests also save pictures.

@@ -106,7 +106,7 @@ async def test_choose_with_the_keyboard(tmp_path: Path) -> None:
         # The path before this text decides where the line is broken.
         await d.sees("'temprature'")
         await d.press("down", "enter")
-        # Its model is not on this machine, so its context cannot be used yet.
+        # The preset's model is not on this machine, so its context cannot be used yet.
         await d.said("After the download, type /preset beta again")
         assert d.chat.current_chat.system == "Second."
         await d.say("/preset")

@@ -1,4 +1,4 @@
-"""The widget that draws the Markdown of a reply: its rows, growing texts, selecting, copying and links."""
+"""The widget that draws a reply's Markdown: rows, growing text, selecting, copying and links."""
 
 from __future__ import annotations
 

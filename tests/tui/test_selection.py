@@ -229,7 +229,7 @@ async def test_the_selection_reaches_every_message_of_a_long_chat(tmp_path: Path
 
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 async def test_other_versions_do_not_change_replies(demo: Load, tmp_path: Path, temperature: float) -> None:
-    """Other versions of messages do not affect a reply: same messages and seed, same reply."""
+    """Other versions of messages do not affect a reply: the same messages and seed give the same reply."""
     settings: dict[str, str | int | float | bool | list[str]] = {
         "temperature": temperature, "seed": 3, "max_tokens": 24,
     }  # fmt: skip
@@ -284,7 +284,8 @@ async def test_u_restores_the_only_message(tmp_path: Path) -> None:
         await d.sees("u undoes · Esc back")
         await act(d, "u")
         assert conversation(d) == ["first", "One."]
-        # The message is selected again. Deleting it again, and then any other letter, returns to the input.
+        # The message is selected again. Deleting it again, and then typing any other letter, returns to the
+        # input.
         await act(d, "d", "x", "u")
         assert conversation(d) == []
         assert d.chat.prompt.text == "xu"
@@ -322,7 +323,7 @@ async def test_delete_during_a_reply_deletes_only_this_exchange(tmp_path: Path) 
         await d.send("/delete")
         await d.settled()
         assert conversation(d) == ["first", "One."]
-        # The message that is being edited becomes another version when its reply stops.
+        # When its reply stops, the message that is being edited becomes another version.
         await d.press("ctrl+p")
         await d.write(", edited")
         await d.press("enter")

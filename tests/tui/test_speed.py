@@ -1,4 +1,4 @@
-"""Speed made visible: the sparkline, `/why`, the legend, the status line and the race."""
+"""Displays of speed: the sparkline, `/why`, the legend, the status line and the race."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_status_line_names_only_measured_speed_ups() -> None:
 
 
 def test_a_reply_of_a_few_tokens_has_no_speed_up() -> None:
-    """Its few passes show how busy the machine was, not whether guessing saves time."""
+    """Its few passes show how busy the machine was, not whether drafting saves time."""
     slow, short = replace(LIVE, gain=-0.19, gain_uncertainty=0.02), made_up_stats(14)
     assert speed_up_short(slow, made_up_stats(30)) == "19% slower"
     assert speed_up_short(slow, short) == "speed-up on"
@@ -240,7 +240,7 @@ async def test_a_race_on_the_screen(demo: Load, tmp_path: Path, size: tuple[int,
 async def test_a_chat_with_a_head_names_it_and_races_its_method(
     tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Measured costs depend on what else runs, and can mean that drafting cannot help.
+    # Measured costs depend on what else is running, and can mean that drafting does not help.
     monkeypatch.setattr(edgespec.Runtime, "pass_costs", {})
 
     def load(progress: Progress) -> edgespec.Runtime:

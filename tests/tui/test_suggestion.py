@@ -47,7 +47,7 @@ def test_suggestions_do_not_hide_that_rounding_can_change_replies(monkeypatch: p
 
 
 def on_this_machine(*models: tuple[str, int, float]) -> InstalledModels:
-    """Installed models with these references, parameters and sizes in GiB."""
+    """Return installed models with these references, parameters and sizes in GiB."""
     return InstalledModels(
         tuple(
             InstalledModel(
@@ -99,7 +99,7 @@ def test_an_installed_model_is_not_offered_for_download(
     (notice,) = notices(as_runtime(first_model))
     assert "download" in notice
     assert "qwen3.5-9b (" in notice
-    # The size of the copy on this machine exceeds the memory, so it is not offered at all.
+    # The copy on this machine is larger than the memory, so the model is not offered at all.
     too_large = on_this_machine(("qwen3.5-9b", 9_000_000_000, 18.0))
     monkeypatch.setattr(installed, "find_installed", lambda **_: too_large)
     (notice,) = notices(as_runtime(first_model))

@@ -1,4 +1,4 @@
-"""Bytes that a terminal can send: text of other encodings, and pasted control characters."""
+"""Bytes that a terminal can send: text in other encodings, and pasted control characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from textual.message import Message
 from edgespec.tui.terminal_input import InputParser, pasted_text
 
 PASTE = "\x1b[200~{}\x1b[201~"
-# A chat's app is too slow to start for this test, so this one reads keys with the same driver and guard.
+# A chat's app is too slow to start for this test, so this app reads keys with the same driver and guard.
 PROGRAM = """
 import sys
 from textual.app import App
@@ -43,7 +43,7 @@ sys.exit(app.return_code)
 
 
 def parsed(*reads: str) -> list[tuple[str, str | None]]:
-    """Return the keys and pasted texts in what the terminal sends."""
+    """Return the keys and pasted text in the terminal's input."""
     parser = InputParser()
     found: list[Message] = [event for data in reads for event in parser.feed(data)]
     return [
@@ -77,7 +77,7 @@ class TestPastedText:
 
 
 def test_enter_before_the_chat_has_started_is_enter() -> None:
-    """The terminal still turns it into a line feed, which is Ctrl+J, the key for a new line."""
+    """The terminal still converts it to a line feed, which is Ctrl+J, the key for a new line."""
     assert parsed("a\nb", "c\nd") == [
         ("key", "a"), ("key", "\r"), ("key", "b"), ("key", "c"), ("key", "\n"), ("key", "d")
     ]  # fmt: skip

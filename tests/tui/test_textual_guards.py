@@ -1,4 +1,4 @@
-"""Bad environment variables of Textual, the order of fast keys, and control characters in saved chats."""
+"""Invalid environment variables of Textual, the order of fast keys, and control characters in saved chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colour themes: the built-in ones, the user's files, and errors in these files."""
+"""Colour themes: the built-in ones, the user's files, and errors in those files."""
 
 from __future__ import annotations
 

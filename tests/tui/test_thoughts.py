@@ -1,4 +1,4 @@
-"""Models that think before they answer: their reasoning is folded, copied nowhere and saved."""
+"""Models that think before they answer: their reasoning is folded, never copied, and saved."""
 
 from __future__ import annotations
 

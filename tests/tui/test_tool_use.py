@@ -273,7 +273,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
         await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
         await d.sees("dies  ended: the program ended with status 3")
         await d.press("escape")
-        # The model can still call the tool, which starts the server again.
+        # The model can still call the tool, which restarts the server.
         forced.append("dies_act")
         await d.send("Act")
         await asked(d)

@@ -1,4 +1,4 @@
-"""Failures while loading, replying, saving and quitting, with a scripted runtime that fails on demand."""
+"""Failures during loading, replies, saving and quitting, with a scripted runtime that fails on demand."""
 
 from __future__ import annotations
 
@@ -56,12 +56,7 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
 
 async def test_enter_while_loading_can_be_taken_back(tmp_path: Path) -> None:
     gate = threading.Event()
-
-    def load(_progress: Progress) -> Runtime:
-        gate.wait(60)
-        return as_runtime(ScriptedRuntime())
-
-    async with driving(load, tmp_path, wait=False) as d:
+    async with driving(loading(ScriptedRuntime(), gate=gate), tmp_path, wait=False) as d:
         await d.write("question")
         await d.press("enter")
         await d.sees("This message will be sent as soon as the model is loaded.")
@@ -77,12 +72,7 @@ async def test_enter_while_loading_can_be_taken_back(tmp_path: Path) -> None:
 async def test_every_message_typed_while_loading_is_sent_in_order(tmp_path: Path) -> None:
     gate = threading.Event()
     runtime = ScriptedRuntime(scripts=[Script("First."), Script("Second.")])
-
-    def load(_progress: Progress) -> Runtime:
-        gate.wait(60)
-        return as_runtime(runtime)
-
-    async with driving(load, tmp_path, wait=False) as d:
+    async with driving(loading(runtime, gate=gate), tmp_path, wait=False) as d:
         await d.write("/set seed 7")
         await d.press("enter")
         await d.write("one")
@@ -110,12 +100,7 @@ async def test_every_message_typed_while_loading_is_sent_in_order(tmp_path: Path
 
 async def test_a_pasted_text_that_is_too_long_is_refused_while_loading_too(tmp_path: Path) -> None:
     gate = threading.Event()
-
-    def load(_progress: Progress) -> Runtime:
-        gate.wait(60)
-        return as_runtime(ScriptedRuntime())
-
-    async with driving(load, tmp_path, wait=False) as d:
+    async with driving(loading(ScriptedRuntime(), gate=gate), tmp_path, wait=False) as d:
         await until(d.pilot, lambda: isinstance(d.app.screen, LoadingScreen))
         d.app.post_message(events.Paste("x" * 500_001))
         await d.sees("500,001 characters")
@@ -132,12 +117,7 @@ async def test_files_and_long_texts_are_added_while_loading_as_in_the_input(tmp_
     gate, pasted = threading.Event(), "word " * 300
     (tmp_path / "my notes.txt").write_text("notes")
     runtime = ScriptedRuntime()
-
-    def load(_progress: Progress) -> Runtime:
-        gate.wait(60)
-        return as_runtime(runtime)
-
-    async with driving(load, tmp_path, wait=False) as d:
+    async with driving(loading(runtime, gate=gate), tmp_path, wait=False) as d:
         await until(d.pilot, lambda: isinstance(d.app.screen, LoadingScreen))
         screen = d.app.screen
         assert isinstance(screen, LoadingScreen)
@@ -191,12 +171,7 @@ async def test_what_was_typed_before_loading_was_cancelled_is_kept(tmp_path: Pat
 
 async def test_quit_during_a_load_that_ignores_cancel(tmp_path: Path) -> None:
     gate = threading.Event()
-
-    def load(progress: Progress) -> Runtime:
-        gate.wait(60)
-        return as_runtime(ScriptedRuntime())
-
-    app = ChatApp(load, store=ChatStore(tmp_path / "chats"))
+    app = ChatApp(loading(ScriptedRuntime(), gate=gate), store=ChatStore(tmp_path / "chats"))
     async with app.run_test() as pilot:
         await until(pilot, lambda: isinstance(app.screen, LoadingScreen))
         await pilot.press("escape", "escape")

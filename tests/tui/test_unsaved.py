@@ -1,4 +1,4 @@
-"""Chats that cannot be saved say so during a reply and on leaving."""
+"""Chats that cannot be saved say so during a reply and when quitting."""
 
 from __future__ import annotations
 

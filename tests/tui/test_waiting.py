@@ -1,4 +1,4 @@
-"""Messages that are sent during a reply: they wait, can be taken back, and are sent when it ends."""
+"""Messages sent during a reply wait, can be taken back, and are sent when the reply ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the chat that need no screen: commands, settings, history, numbers, layouts, preferences."""
+"""Parts of the chat that need no screen: commands, settings, history, numbers, layouts and preferences."""
 
 from __future__ import annotations
 
@@ -323,20 +323,20 @@ def test_the_licence_of_a_gated_model_must_be_accepted_first(is_gated: bool) -> 
     assert (f"in the background.{terms}" in details) == is_gated
 
 
-# Parts of the package whose texts the chat does not show, because only other commands run them, or Python.
+# Parts of the package whose texts the chat never shows, because only other commands or Python use them.
 NOT_IN_CHAT = re.compile(
     r"(bench/(?!race\.py)|cli/|losslessness/|server/|train/|loading/(prepare/|recommendation|streamed_blocks)"
     r"|store/prepared/|cluster/(weight_cache|worker_server)|backends/(llamacpp/quantise|mlx/draft_trainer)"
     r"|options/(reply_options|settings)|methods/\w+/__init__|chat/prompt|system/installation|tui/browser)"
 )
-# Commands of other programs, and those of edgespec that have no counterpart in the chat. They work in another
+# Commands of other programs, and edgespec commands without a counterpart in the chat. They work in another
 # terminal while the chat is open. The last two options belong to `edgespec worker`.
 ELSEWHERE = re.compile(
     r"`(?!edgespec|--)[\w.-]+ [^`]*`"
     r"|`?edgespec (prepare|doctor|delete-data|worker|serve|models alias)\b[^`]*`?"
     r"|--listen|--i-trust-this-network"
 )
-# Commands of edgespec and options of the command line, which are dead ends in the chat.
+# edgespec commands and command line options, which are dead ends in the chat.
 DEAD_END = re.compile(
     r"\bedgespec (chat|run|bench|config|generate|models|plan|race|recommend|tune|verify)\b"
     r"|(?<![\w-])--[a-z][a-z-]+"
@@ -344,7 +344,7 @@ DEAD_END = re.compile(
 
 
 def raised_texts(shown: Callable[[str], bool] = lambda module: True) -> list[str]:
-    """The texts of all errors and notes in modules that `shown` accepts, and the notes in the catalogue."""
+    """Return the texts of all errors and notes in modules accepted by `shown`, and the catalogue's notes."""
     texts, module = [], ""
     for line in Path("tests/messages.txt").read_text().splitlines():
         if line[:1].strip():
@@ -368,8 +368,8 @@ def screen_texts() -> Iterator[str]:
 
 
 def dead_ends(texts: Iterable[str]) -> list[str]:
-    """Return the texts that name a command of edgespec or a command line option in the chat."""
-    # Look before `in_chat` removes the backticks, which say where a command ends.
+    """Return the texts that mention an edgespec command or a command line option in the chat."""
+    # Search before `in_chat` removes the backticks, which show where a command ends.
     left = ((text, ELSEWHERE.sub("", _with_commands(text))) for text in texts)
     return [text for text, shown in left if DEAD_END.search(shown)]
 

@@ -23,7 +23,7 @@ def configure(name: str, script: str, *words: str) -> None:
 
 
 def force_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return names of tools, of which the model must call one per reply. Later replies must not call any."""
+    """Return a list of tool names. The model must call one per reply, and none in later replies."""
     names: list[str] = []
     offered = vars(ToolAccess)["options"].fget
 

@@ -19,12 +19,11 @@ from edgespec import (
     MemoryUse,
     Message,
     MethodReport,
-    ModelFacts,
     Reply,
     ReplyArguments,
     TextChunk,
 )
-from edgespec.api.sharing.base import ChatModel, Identity, NamedHead
+from edgespec.api.sharing.base import ChatModel, Identity
 from edgespec.api.sharing.host import Facts, HostRequest
 from edgespec.api.sharing.sockets import connect, sockets
 from edgespec.api.stream import finished
@@ -35,7 +34,6 @@ from edgespec.errors import CancelledError, ClosedError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
 from edgespec.options.reply_options import REPLY_OPTIONS
-from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 
@@ -43,7 +41,7 @@ __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 _FIND_SECONDS = 2.0
 # Timeout in seconds for a call that generates no reply. The server may have to load the model first.
 _CALL_SECONDS = 120.0
-# Timeout in seconds for a cancelled reply to end.
+# Seconds to wait for a cancelled reply to end.
 _CANCEL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # Typical length of a token in bytes, for estimates.
@@ -77,7 +75,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
 
 
 def _ask(path: Path, request: HostRequest) -> tuple[str, Connection]:
-    """Send a request. Return the host's name, which is empty if it lacks the model, and the connection.
+    """Send a request. Return the host's name (empty if it lacks the model) and the connection.
 
     Raises:
         EOFError, OSError: The program has exited, or does not answer.
@@ -108,7 +106,7 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
 
 
 def _raised(error: Exception) -> Exception:
-    """Convert an error received from a host to the one to raise. A host that is closing counts as lost."""
+    """Convert an error received from a host to the error to raise. A closing host is treated as lost."""
     return EOFError() if isinstance(error, ClosedError) else error
 
 
@@ -134,38 +132,10 @@ class SharedModel:
     def __init__(self, path: Path, identity: Identity, host: str, facts: Facts) -> None:
         self._path, self._identity, self.host, self._facts = path, identity, host, facts
         self.plan, self.method = facts.plan, facts.method
-
-    @property
-    def target(self) -> ModelFacts:
-        return self._facts.target
-
-    @property
-    def draft(self) -> ModelFacts | None:
-        return self._facts.draft
-
-    @property
-    def heads(self) -> Sequence[NamedHead]:
-        return self._facts.heads
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self._facts.drafters
-
-    @property
-    def context_tokens(self) -> int:
-        return self._facts.context_tokens
-
-    @property
-    def loss_limits(self) -> tuple[float, float] | None:
-        return self._facts.loss_limits
-
-    @property
-    def pass_costs(self) -> Mapping[int, float]:
-        return self._facts.pass_costs
-
-    @property
-    def recommended_sampling(self) -> Mapping[str, RecommendedSetting]:
-        return self._facts.recommended_sampling
+        self.target, self.draft = facts.target, facts.draft
+        self.heads, self.drafters = facts.heads, facts.drafters
+        self.context_tokens, self.loss_limits = facts.context_tokens, facts.loss_limits
+        self.pass_costs, self.recommended_sampling = facts.pass_costs, facts.recommended_sampling
 
     @property
     def vocabulary(self) -> SharedModel:
@@ -244,7 +214,7 @@ class SharedModel:
         return True
 
     def close(self) -> None:
-        """Do nothing, because the other program keeps the model."""
+        """Do nothing, because the model belongs to the other program."""
 
     def lost(self) -> WorkerLostError:
         """Return the error to raise when the other program has exited."""

@@ -103,7 +103,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class HostedModel:
-    """A loaded model that other programs use, and the queue of its replies."""
+    """A loaded model that other programs can use, and its request queue."""
 
     runtime: Runtime
     queue: RequestQueue
@@ -156,8 +156,8 @@ class ModelHost:
                 request = connection.recv()
                 hosted = self._provide(request.identity) if request.version == edgespec.__version__ else None
             except Exception:
-                # A different version may send anything, and the model's file may have been deleted. In either
-                # case, the other program loads the model itself and reports any error.
+                # The request may be invalid, because another version of edgespec sent it, or the model's file
+                # may be gone. In either case, the other program loads the model itself and reports any error.
                 return
             _send(connection, None if hosted is None else self._name)
             if hosted is None or request.call == "here":

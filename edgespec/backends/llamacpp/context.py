@@ -309,7 +309,7 @@ class LlamaContext(KvSequences):
         if is_query:
             return is_stop or is_hooked
         continues = not is_hooked or hook.on_node(tensor, False, None)
-        return (not is_stop or self._stream.on_layer(name)) and continues
+        return (not is_stop or self._stream.on_node(name, tensor)) and continues
 
     def apply_adapters(self) -> None:
         """Apply the adapters with their current scales, starting with the next pass.

@@ -238,8 +238,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
     """Measure the KV cache sizes of a model with compressed keys, without running any tokens."""
     sizes = []
-    # The second context is the smallest one that needs a second block for the keys that combine four tokens
-    # each.
+    # The second context is the smallest one that needs a second block for keys that combine four tokens each.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
         small = ContextPlan(tokens, _F16, 1)
         context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)

@@ -206,7 +206,7 @@ def _mtp_layer_count(file: Path, _file_state: str) -> int:
 
 
 def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> int:
-    """Return how much memory stays free on the other GPUs once the fullest one has no room left.
+    """Return how much memory is left on the other GPUs once one GPU is full.
 
     llama.cpp divides the offloaded layers between the GPUs in proportion to their free memory. It cannot
     split a layer, the last GPU also gets the output layer, and each GPU needs a compute buffer of its own. A

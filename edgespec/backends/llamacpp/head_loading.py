@@ -170,7 +170,7 @@ class SharedHeadContext(SharedContext):
 
     def __init__(self, context: HeadContext, name: str) -> None:
         if context.window:
-            # llama.cpp would reuse one reply's cells outside the window for tokens of other replies.
+            # Outside the attention window, llama.cpp would reuse one reply's cells for other replies' tokens.
             raise CapabilityError(
                 f"{name} cannot draft for several replies at once, because it has sliding-window attention",
                 "omit --parallel, or choose another method, such as suffix",

@@ -88,7 +88,7 @@ def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
     threads = options.threads or default_threads(check_file(options.projector))
     if threads > 1:
         use_threads()
-    # An image can be run in one pass only if all of it fits into a batch.
+    # An image can be run in one pass only if it fits into a single batch.
     return ImageEncoder(
         *(options.projector, model, threads, options.batch_tokens),
         gpu=options.gpu_layers != 0,

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.expert_stream import ExpertStream, expert_table
 from edgespec.backends.llamacpp.experts import keep_experts_in_memory
 from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.metadata import metadata
@@ -103,7 +104,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 def load_all(
     path: str, name: str, options: LoadOptions, progress: Progress | None
 ) -> tuple[Any, WeightStream | None]:
-    """Load the weights of a GGUF model, and stream those of `options.streamed_layers` layers.
+    """Load the weights of a GGUF model, and stream those of `options.streamed_layers` layers, or experts.
 
     Returns:
         A llama_model handle, and the stream that reads these layers. The caller must release both with
@@ -119,9 +120,11 @@ def load_all(
     files = gguf_files(Path(path))
     states = _states(files)
     streamed = choose_streamed(streamable_layers(Path(path)), options)
+    table = expert_table(Path(path), options)
     if not can_stream(options.gpu_layers) or not streamed:
         raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
-    check_weights_fit(name, _loaded_bytes(path, options) - saved_bytes(streamed), options)
+    saved = table.saved_bytes(options) if table else saved_bytes(streamed)
+    check_weights_fit(name, _loaded_bytes(path, options) - saved, options)
     with _without_weights(files) as copies:
         before = file_mappings(copies)
         mapped = replace(options, mmap=True, mlock=False, repack=False, gpu_layers=0)
@@ -130,7 +133,11 @@ def load_all(
     stream: WeightStream | None = None
     try:
         unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
-        stream = WeightStream(files, found, streamed, progress, unloaded)
+        stream = (
+            ExpertStream(files, found, table, options, progress, unloaded)
+            if table
+            else WeightStream(files, found, streamed, progress, unloaded)
+        )
         if _states(files) != states:
             # Fail, because the header and the weights may come from different versions of the file.
             raise ModelFileError(

@@ -6,7 +6,7 @@ The estimate uses the buffer sizes that llama.cpp logs when it creates a context
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -37,6 +37,7 @@ from edgespec.backends.llamacpp.devices import (
     place_layers,
     unusable_bytes,
 )
+from edgespec.backends.llamacpp.expert_stream import ExpertTable, expert_table
 from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, named_layouts
 from edgespec.backends.llamacpp.metadata import (
@@ -63,6 +64,7 @@ from edgespec.model.formats.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.model.memory_estimate import (
     GPU,
     THIS_MACHINE,
+    ExpertReads,
     ExpertShares,
     MachineShare,
     MemoryEstimate,
@@ -172,7 +174,16 @@ class GgufMemoryEstimator:
             self._streamable = streamable_layers(Path(self._path)) if can_run else []
         return self._streamable
 
-    def streamed_bytes(self, options: LoadOptions) -> dict[int, int]:
+    def expert_reads(self, options: LoadOptions) -> ExpertReads | None:
+        table = self._expert_table(options)
+        return table.reads(options) if table else None
+
+    def _expert_table(self, options: LoadOptions) -> ExpertTable | None:
+        return expert_table(Path(self._path), options) if self._streamable_layers() else None
+
+    def streamed_bytes(self, options: LoadOptions) -> Mapping[int, int]:
+        if reads := self.expert_reads(options):
+            return reads.layer_bytes
         return {
             layer.layer: layer.size_bytes for layer in choose_streamed(self._streamable_layers(), options)
         }
@@ -220,7 +231,9 @@ class GgufMemoryEstimator:
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
         weight_bytes += adapter_bytes(options.adapters)
         if options.streamed_layers:
-            weight_bytes -= saved_bytes(choose_streamed(self._streamable_layers(), options))
+            table = self._expert_table(options)
+            streamed = choose_streamed(self._streamable_layers(), options)
+            weight_bytes -= table.saved_bytes(options) if table else saved_bytes(streamed)
         weight_bytes += self._repacked_bytes(options)
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),

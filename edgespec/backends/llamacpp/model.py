@@ -264,7 +264,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
         if not count:
             return False
         try:
-            # Run a token to check that llama.cpp names the layer outputs, which it does not do for all
+            # Run a token to check that llama.cpp names its layer outputs, which is not the case for all
             # architectures.
             self._context.append([0], 0)
         except BackendError:

@@ -173,7 +173,7 @@ class ContextParams(ctypes.Structure):
 
 
 class DeviceProperties(ctypes.Structure):
-    """ggml's `ggml_backend_dev_props`. Its fields are named as there."""
+    """ggml's `ggml_backend_dev_props`, with the same field names."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -233,6 +233,8 @@ def ggml() -> Any:
         ("ggml_build_forward_expand", None, [pointer, pointer]),
         ("ggml_get_name", ctypes.c_char_p, [pointer]),
         ("ggml_nbytes", size, [pointer]),
+        ("ggml_nelements", number, [pointer]),
+        ("ggml_nrows", number, [pointer]),
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_row_size", size, [ctypes.c_int, number]),
         ("ggml_quantize_chunk", size, [ctypes.c_int, pointer, pointer, number, number, number, pointer]),

@@ -41,7 +41,7 @@ _WEIGHT = 0.3
 # Seconds for which a reply still counts as active after its last pass. The value was chosen rather than
 # measured.
 _ACTIVE_SECONDS = 1.0
-# Maximum pause counted in the averages, as a multiple of the pass duration. Pauses are capped because a
+# Maximum pause included in the averages, as a multiple of the pass duration. Pauses are capped because a
 # caller may stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
 
@@ -228,7 +228,7 @@ class PassScheduler:
     def cancel(self, slot: int, enabled: bool) -> None:
         """Make current and later passes of a slot raise CancelledError, or stop doing so if not `enabled`.
 
-        A pass shared with other replies continues, and only this reply's results are discarded.
+        If other replies share the pass, it continues, and only this reply's results are discarded.
         """
         self._slots[slot].is_cancelled = enabled
         if not enabled:

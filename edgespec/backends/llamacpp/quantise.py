@@ -90,7 +90,7 @@ def quantised_size(source: Path, type_name: str) -> QuantisedSize:
     Raises:
         BackendError: llama.cpp cannot quantise the file.
     """
-    # llama.cpp reports the sizes and the need for an imatrix only in its log.
+    # llama.cpp reports the sizes, and whether an imatrix is needed, only in its log.
     text = "\n".join(_run(source, None, type_name, None, "reading the weights"))
     sizes = [re.search(rf"{word} size *= *([0-9.]+) MiB", text) for word in ("model", "quant")]
     if sizes[0] is None or sizes[1] is None:
@@ -158,7 +158,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
                 process.kill()
     if status == 0:
         return output
-    # The exit status is the same for all causes, so only the output tells them apart.
+    # The exit status is the same for all causes, so only the output can tell them apart.
     text = " ".join(output)
     if re.search(r"requires an (imatrix|importance matrix)|Missing importance matrix", text):
         raise importance_matrix_error(type_name)

@@ -153,8 +153,8 @@ def _on_abort(message: bytes) -> None:
         return
     for workers in tuple(_guarded):
         workers.report_abort()
-    # Never return, because llama.cpp would then abort the process. `report_abort` has released the thread
-    # that was waiting for this one.
+    # Never return, because llama.cpp would then abort the process. `report_abort` has already released the
+    # thread that was waiting for this one.
     threading.Event().wait()
 
 

@@ -1,11 +1,11 @@
-"""Choose the weight layouts that llama.cpp may use on this CPU, without AMX where it does not work.
+"""Choose the weight layouts that llama.cpp may use on this CPU, excluding AMX if it does not work.
 
-llama.cpp can convert weights to layouts that are faster on the CPU. One of them is for AMX. A llama.cpp that
-was compiled with GCC 12 crashes when it uses AMX, because the compiler drops the code that fills in the tile
+llama.cpp can convert weights to layouts that are faster on the CPU. One of them is for AMX. If llama.cpp was
+compiled with GCC 12, it crashes when it uses AMX, because the compiler drops the code that fills in the tile
 configuration. llama.cpp's own option, `use_extra_bufts`, turns off all of these layouts, which makes models
 slower. This module removes only AMX from the array of layouts that llama.cpp reads when it loads a model.
 
-A child process finds out whether AMX works, because a crash cannot be caught. `main` runs in that process.
+Because a crash cannot be caught, `main` tests AMX in a child process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 AMX = "AMX"
 # Value of GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
-# All types of weights that llama.cpp's AMX layout has kernels for.
+# All weight types for which llama.cpp's AMX layout has kernels.
 _KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16")
 # For each ggml type that AMX's layout can hold: a number of weights that must divide the length of a row, and
 # the bytes that the layout adds to that many weights. The numbers were derived from `supports_op` in
@@ -63,8 +63,8 @@ _AMX_ROWS = 32
 # Size of the tested matrix: the smallest numbers of rows and columns that divide the work between two threads
 # and suit all types. The kernels differ between one row, a part of a tile and more than one tile.
 _OUTPUTS, _INPUTS, _ROWS = 64, 256, (1, 3, 40)
-# Largest allowed difference from the products of weights as they are in a file, relative to the largest
-# product. Both round their inputs to 8 bits, so right products differ far less.
+# Maximum difference from products with the unconverted weights, relative to the largest product. Both kinds
+# of products round their inputs to 8 bits, so correct results differ far less.
 _MAX_DIFFERENCE = 0.02
 # Exit status of the child process if the products are wrong.
 _WRONG_STATUS = 3
@@ -113,14 +113,14 @@ def amx_added_bytes(tensor: GgufTensor) -> int | None:
 
 
 def layout_names() -> list[str]:
-    """Return the names of the layouts that llama.cpp may use, in its order of preference."""
+    """Return the names of the layouts that llama.cpp may use, in llama.cpp's order of preference."""
     return [_name(layout) for layout in _layouts()]
 
 
 def remove_layout(name: str) -> None:
     """Make llama.cpp stop using a layout for models that it loads from now on.
 
-    Models that use the layout already keep it, because llama.cpp finds its kernels in another list.
+    Models that already use the layout keep it, because llama.cpp looks up its kernels in another list.
     """
     array = _array()
     for place, layout in enumerate([*(each for each in _layouts() if _name(each) != name), None]):
@@ -128,7 +128,7 @@ def remove_layout(name: str) -> None:
 
 
 def _layouts() -> list[int]:
-    """Return the addresses of the buffer types of llama.cpp's layouts."""
+    """Return the addresses of the buffer types for llama.cpp's layouts."""
     array = _array()
     found: list[int] = []
     while array and array[len(found)]:
@@ -142,7 +142,7 @@ def _name(layout: int) -> str:
 
 
 def _array() -> Any:
-    """Return llama.cpp's own array of layouts, which ends with NULL. The pointer is NULL if there is none."""
+    """Return llama.cpp's own array of layouts, which ends with NULL. Return a null pointer if it has none."""
     lib, pointers = ggml(), ctypes.POINTER(ctypes.c_void_p)
     device = lib.ggml_backend_dev_by_type(_CPU)
     address = lib.ggml_backend_reg_get_proc_address(
@@ -202,7 +202,7 @@ def why_layout_fails(layout: str, kinds: Sequence[str] = _KINDS) -> str:
 
 
 def main(layout: str, kinds: Sequence[str]) -> None:
-    """Exit with status 0 if products with weights in a layout are right. Runs in the child process."""
+    """Exit with status 0 if products with weights in a layout are correct. Runs in the child process."""
     if sys.platform != "win32":
         import resource
 
@@ -212,7 +212,7 @@ def main(layout: str, kinds: Sequence[str]) -> None:
 
 
 def _is_right(layout: int, type_name: str) -> bool:
-    """Return whether products with weights in a layout equal those with the same weights as in a file."""
+    """Return whether products with weights in a layout equal those with the unconverted weights."""
     # Imported only in the child process, because importing gguf takes 0.2 seconds.
     from gguf import GGMLQuantizationType
 

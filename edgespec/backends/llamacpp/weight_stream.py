@@ -5,8 +5,8 @@ same addresses. The stream reads the weights that stay in memory once. It reads 
 pass, a few layers ahead of the layer that llama.cpp is computing, and frees a layer's weights as soon as the
 layer is computed.
 
-With the mapping alone, the kernel drops the least recently used pages, which are those that a pass over all
-layers needs next. Each pass then reads nearly the whole file, page by page, while the processor waits. The
+With the mapping alone, the kernel evicts the least recently used pages, which are exactly those that the next
+pass needs first. Each pass then reads nearly the whole file, page by page, while the processor waits. The
 kernel also evicts other programs' cached files, and a truncated file kills the process.
 """
 
@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter as now
@@ -37,8 +38,12 @@ from edgespec.system.disks import PARALLEL_READS, READ_BYTES, drop_cached, open_
 
 __all__ = [
     "FEED_FORWARD",
+    "PAGE",
+    "POLL_SECONDS",
+    "FileRange",
     "LayerRanges",
     "WeightStream",
+    "advise",
     "can_stream",
     "choose_streamed",
     "file_mappings",
@@ -54,12 +59,14 @@ __all__ = [
 # is low, there is only the one being computed.
 LAYERS_IN_MEMORY = 3
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
-# one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
+# reading them once serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is
+# small.
 FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
-_PAGE = mmap.PAGESIZE
-_POLL_SECONDS = 0.05
+PAGE = mmap.PAGESIZE
+# Interval in which a waiting pass checks whether it was interrupted. Chosen.
+POLL_SECONDS = 0.05
 # Minimum time in seconds between checks of the free memory. It was chosen to keep the overhead of these
 # checks low.
 _CHECK_SECONDS = 1.0
@@ -69,7 +76,7 @@ _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
 _MAP_NORESERVE = 0x4000
 
 
-class _Range(NamedTuple):
+class FileRange(NamedTuple):
     """A part of a file that starts and ends at page boundaries."""
 
     file: int
@@ -90,7 +97,7 @@ class LayerRanges(NamedTuple):
 
     layer: int
     before: int
-    ranges: tuple[_Range, ...]
+    ranges: tuple[FileRange, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -100,7 +107,7 @@ class LayerRanges(NamedTuple):
 def can_stream(gpu_layers: int | None = None) -> bool:
     """Return whether this system can stream weights, which requires Linux and all layers on the CPU.
 
-    A GPU that shares main memory gives a model no more room, so a model that is streamed does not use it.
+    A GPU that shares main memory adds no memory, so streamed models do not use it.
     See `LoadOptions` for `gpu_layers`.
     """
     return sys.platform == "linux" and (
@@ -119,7 +126,7 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
     Raises:
         ModelFileError: A file cannot be read.
     """
-    found: dict[int, list[_Range]] = defaultdict(list)
+    found: dict[int, list[FileRange]] = defaultdict(list)
     for name, pages, drafts in _tensors(path):
         match = FEED_FORWARD.fullmatch(name)
         if match and not drafts:
@@ -131,12 +138,12 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
     ]
 
 
-def unloaded_ranges(path: Path) -> list[_Range]:
+def unloaded_ranges(path: Path) -> list[FileRange]:
     """Return the parts of a GGUF model that contain only multi-token prediction layers."""
     return [pages for _, pages, drafts in _tensors(path) if drafts and pages.size_bytes]
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
+def _tensors(path: Path) -> Iterator[tuple[str, FileRange, bool]]:
     """Yield each tensor's name, the pages that it fills, and whether it belongs to an MTP layer.
 
     Partly filled pages at either end are excluded, because they also hold other data.
@@ -156,10 +163,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
             if size_bytes := tensor_size(tensor):
                 # llama.cpp does not map the rest of the file after the last tensor.
                 end = min(end, begin + size_bytes)
-            begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+            begin, end = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
             layer = _LAYER.match(tensor.name)
             drafts = layer is not None and int(layer[1]) >= layers
-            yield tensor.name, _Range(number, begin, max(0, end - begin)), drafts
+            yield tensor.name, FileRange(number, begin, max(0, end - begin)), drafts
 
 
 def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list[LayerRanges]:
@@ -206,7 +213,7 @@ class WeightStream:
         mapped: Sequence[tuple[int, int, int, int]],
         streamed: Sequence[LayerRanges],
         progress: Progress | None = None,
-        unloaded: Sequence[_Range] = (),
+        unloaded: Sequence[FileRange] = (),
     ) -> None:
         self.layers = tuple(layer.layer for layer in streamed)
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
@@ -221,8 +228,8 @@ class WeightStream:
         # methods at any point, even while they acquire the lock. RLock's methods cannot be interrupted.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
-        # Number of streamed layers that passes have finished, and number that have been read. Both counts
-        # continue across passes, and a cancelled pass resets them to the start of a pass.
+        # Number of streamed layers that passes have finished, and number of layers that have been read. Both
+        # counts continue across passes. If a pass is cancelled, they are reset to the start of a pass.
         self._done = self._read = 0
         # Number of streamed layers that passes have waited for. If a pass does not wait for a layer, it may
         # compute the layer before its weights have been read.
@@ -266,16 +273,16 @@ class WeightStream:
                 ) from error
             undo.pop_all()
 
-    def _read_kept(self, progress: Progress | None, unloaded: Sequence[_Range]) -> None:
+    def _read_kept(self, progress: Progress | None, unloaded: Sequence[FileRange]) -> None:
         streamed = sorted([*unloaded, *(each for layer in self._layers for each in layer.ranges)])
         kept = []
         for file, offset, begin, end in self._mapped:
             at = offset
             for each in streamed:
                 if each.file == file and offset <= each.offset < offset + end - begin:
-                    kept.append(_Range(file, at, each.offset - at))
+                    kept.append(FileRange(file, at, each.offset - at))
                     at = each.offset + each.size_bytes
-            kept.append(_Range(file, at, offset + end - begin - at))
+            kept.append(FileRange(file, at, offset + end - begin - at))
         total, done = sum(each.size_bytes for each in kept) or 1, 0
         for each in kept:
             for part in _parts(each):
@@ -284,7 +291,7 @@ class WeightStream:
                 if progress and not progress("reading the weights that stay in memory", done / total):
                     raise CancelledError("loading the model was cancelled")
 
-    def _address(self, part: _Range) -> int:
+    def _address(self, part: FileRange) -> int:
         for file, offset, begin, end in self._mapped:
             if file == part.file and offset <= part.offset < offset + end - begin:
                 return begin + part.offset - offset
@@ -293,7 +300,7 @@ class WeightStream:
             "choose a model that fits in memory",
         )
 
-    def _load(self, part: _Range) -> None:
+    def _load(self, part: FileRange) -> None:
         """Read part of a file into memory. Raises BackendError if the file is unreadable or has changed."""
         file, address, done = self._files[part.file], self._address(part), 0
         size_bytes, _ = self._states[part.file]
@@ -319,7 +326,7 @@ class WeightStream:
 
     def _free(self, layer: LayerRanges) -> None:
         for each in layer.ranges:
-            _advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
+            advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
 
     def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
         """Read fewer layers ahead while memory is low. See `LanguageModel.watch_memory`."""
@@ -350,7 +357,7 @@ class WeightStream:
     def _read_layer(self, layer: LayerRanges, restarts: int) -> BackendError | None:
         """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
 
-        def load(part: _Range) -> None:
+        def load(part: FileRange) -> None:
             if not self._is_outdated(restarts):
                 self._load(part)
 
@@ -358,8 +365,9 @@ class WeightStream:
         try:
             reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
-            # The interpreter is shutting down without the model having been closed, so no new reads can be
-            # submitted. There is no other reason, because all threads of the pool have been started.
+            # The interpreter is shutting down and the model was never closed, so no new reads can be
+            # submitted. `submit` cannot fail for any other reason, because all threads of the pool have been
+            # started.
             wait(reads)
             return BackendError("cannot read the weights, because edgespec is exiting")
         # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
@@ -370,7 +378,7 @@ class WeightStream:
         except BackendError as error:
             return error
         except Exception as error:
-            # Report every error, because passes would wait forever for a reader that has ended.
+            # Report every error, because passes would otherwise wait forever for a reader that has exited.
             return BackendError(
                 f"the weights cannot be read: {error!r}",
                 "load the model again",
@@ -417,7 +425,7 @@ class WeightStream:
         return sum(sorted(layer.size_bytes for layer in self._layers)[1 - LAYERS_IN_MEMORY :])
 
     def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
-        """Prepare for a pass. If the last one was not finished, start again at the first streamed layer.
+        """Prepare for a pass. If the last one was not finished, restart at the first streamed layer.
 
         Args:
             is_interrupted: Returns whether to stop waiting for weights.
@@ -467,9 +475,13 @@ class WeightStream:
         self._is_intact = True
 
     def is_stop(self, name: bytes) -> bool:
-        """Return whether a pass must call `on_layer` when it has computed the tensor `name`."""
+        """Return whether a pass must call `on_node` when it has computed the tensor `name`."""
         match = _LAYER_OUTPUT.fullmatch(name)
         return match is not None and (int(match[1]) in self._waits or int(match[1]) in self._order)
+
+    def on_node(self, name: bytes, tensor: int) -> bool:  # noqa: ARG002
+        """Handle the tensor `name`, which a pass has computed. Return whether the pass can continue."""
+        return self.on_layer(name)
 
     def on_layer(self, name: bytes) -> bool:
         """Free a computed layer, and wait for the next one. Return whether the pass can continue."""
@@ -483,11 +495,11 @@ class WeightStream:
                 self._state.notify_all()
             if layer in self._waits and self._done < self._first + self._count:
                 while self._read <= self._done and self._error is None and not self._stopped:
-                    self._state.wait(_POLL_SECONDS)
+                    self._state.wait(POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
                 self._awaited = self._done + 1
-                # After an error, the reader stops, so the last layer that it counted is the one that it could
-                # not read. If only a later layer or the next pass needs that one, the pass can continue.
+                # After an error, the reader stops, and the last layer that it counted is the one that it
+                # could not read. The pass can continue if it does not need that layer.
                 self._failed = self._error is not None and self._read <= self._awaited
             return not self._failed and not self._stopped
 
@@ -520,9 +532,9 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
 
 
 def _start_pool() -> ThreadPoolExecutor:
-    """Return a pool whose threads have all been started. Raises RuntimeError if one cannot be started.
+    """Return a pool with all threads started. Raises RuntimeError if a thread cannot be started.
 
-    Otherwise, `submit` would start them one by one, and a read would already be queued if that failed.
+    Otherwise, `submit` would start threads one by one, and a failure would leave a queued read.
     """
     pool, start = ThreadPoolExecutor(PARALLEL_READS, "edgespec-read"), threading.Barrier(PARALLEL_READS)
     try:
@@ -536,9 +548,9 @@ def _start_pool() -> ThreadPoolExecutor:
     return pool
 
 
-def _parts(whole: _Range) -> Iterator[_Range]:
+def _parts(whole: FileRange) -> Iterator[FileRange]:
     for start in range(0, whole.size_bytes, READ_BYTES):
-        yield _Range(whole.file, whole.offset + start, min(READ_BYTES, whole.size_bytes - start))
+        yield FileRange(whole.file, whole.offset + start, min(READ_BYTES, whole.size_bytes - start))
 
 
 def _state(file: int) -> tuple[int, int]:
@@ -555,6 +567,7 @@ def _open(path: Path) -> int:
         ) from error
 
 
+@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -584,5 +597,6 @@ def forget_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _advise(address: int, size_bytes: int, advice: int) -> None:
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """Tell the kernel how memory is used. See `madvise(2)`."""
     _libc().madvise(address, size_bytes, advice)

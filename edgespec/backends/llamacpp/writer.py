@@ -20,10 +20,10 @@ from edgespec.model.base import LoadOptions, Progress, Vocabulary
 
 __all__ = ["LlamaWriter", "open_writer"]
 
-# Number of texts that are written at once. A pass takes longer with more of them, but less time per token.
+# Number of texts that are generated at once. With more texts, a pass takes longer, but less time per token.
 _TEXTS = 32
-# Number of KV cells that all texts share. This is enough for 32 texts of 256 tokens. It does not depend on
-# the free memory, so that an interrupted training continues with the same text.
+# Number of KV cells that all texts share. This is enough for 32 texts of 256 tokens. The number does not
+# depend on free memory, so that an interrupted training run continues with the same text.
 _CELLS = 8_192
 
 

@@ -151,8 +151,8 @@ class GradientDescent:
 
 def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
     """Write arrays to a safetensors file. Raises OSError if it cannot be written."""
-    # Pass an open file. Given a path, MLX would append `.safetensors`, and raise a RuntimeError without the
-    # reason if writing fails.
+    # Pass an open file. Given a path, MLX would append `.safetensors` and, if writing fails, raise a
+    # RuntimeError without the reason.
     with path.open("wb") as file:
         mx.save_safetensors(file, arrays, metadata)
 

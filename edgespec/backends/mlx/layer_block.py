@@ -1,4 +1,4 @@
-"""A block of consecutive layers that a worker runs. The other layers are on other machines."""
+"""A block of consecutive layers that a worker runs. All other layers are on other machines."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _BEAT_SECONDS = 1.0
 def main() -> None:
     """Read options from stdin, and serve the target until it closes the connection or stdin is closed."""
     options = json.loads(sys.stdin.buffer.readline())
-    # Discard what libraries print to stdout, because nobody reads it.
+    # Discard anything that libraries print to stdout, because nobody reads it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     cache = options["cache"] and Path(options["cache"])
     server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"], cache)
@@ -92,8 +92,8 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Import mlx-lm here rather than at startup. The import takes seconds, during which `beat` sends
-        # keepalives to the target.
+        # Import mlx-lm here rather than at startup, because the import takes seconds, and `beat` can send
+        # keepalives to the target meanwhile.
         from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
 
         skeleton = build_skeleton(header["json_files"], headers)

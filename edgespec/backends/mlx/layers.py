@@ -203,7 +203,7 @@ class _RecordedBody(_LayerProxy):
 
 
 def _find_module(model: Any, wanted: Any) -> tuple[Any, str]:
-    """Return the parent of the module `wanted`, and the name of the attribute that holds `wanted`."""
+    """Return the parent of the module `wanted`, and the name of the attribute that refers to `wanted`."""
     for _, module in model.named_modules():
         for name, value in module.items():
             if value is wanted:
@@ -212,7 +212,7 @@ def _find_module(model: Any, wanted: Any) -> tuple[Any, str]:
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:
-    """Return the module that holds the model's list of layers, and the name of the list attribute."""
+    """Return the module that owns the model's list of layers, and the name of the list attribute."""
     layers = model.layers
     for _, module in model.named_modules():
         for name, value in module.items():

@@ -21,7 +21,7 @@ from mlx.utils import tree_unflatten
 __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
 _HALF_BITS = 4
-# Mean value of the low four bits of a weight (0 to 15), used when only the high four bits are read.
+# Mean value of the low four bits of a weight (0 to 15), used when only the high four bits are available.
 _MEAN_LOW = 7.5
 
 

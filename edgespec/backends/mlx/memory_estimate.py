@@ -106,6 +106,9 @@ class MlxMemoryEstimator:
     def streamed_bytes(self, options: LoadOptions) -> dict[int, int]:  # noqa: ARG002
         return {}
 
+    def expert_reads(self, options: LoadOptions) -> None:  # noqa: ARG002
+        return None
+
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         check_options(options)
         shape = self._shape

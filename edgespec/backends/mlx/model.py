@@ -294,7 +294,7 @@ class MlxModel(HeadTarget):
 
 
 class SpreadModel(MlxModel):
-    """An MLX model whose layers are on workers.
+    """An MLX model whose layers are distributed across workers.
 
     Once a worker is lost, passes raise WorkerLostError. After an interrupt, they raise CancelledError without
     waiting for the workers.
@@ -309,7 +309,7 @@ class SpreadModel(MlxModel):
         self._blocks, self._workers = loaded.blocks, options.workers
 
     def run_ahead(self, enabled: bool) -> None:
-        """Do nothing. A pass waits for the workers, so it cannot overlap with other work."""
+        """Do nothing, because a pass waits for the workers, so it cannot overlap with other work."""
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
         """Do nothing. See `run_ahead`."""

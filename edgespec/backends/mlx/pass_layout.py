@@ -43,7 +43,7 @@ class PassLayout:
         self.round_start, self.offsets = round_start, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Prepare a pass over a tree's nodes, starting at index `first`.
+        """Prepare a pass over the nodes of a tree, starting at index `first`.
 
         Args:
             round_start: Position of the root token.

@@ -385,8 +385,8 @@ class _Exchange:
         limit = self._blocks[0].connection.gettimeout() or 0.0
         if max(self._silence.values(), default=0.0) <= limit:
             return
-        # While a worker's process joins the ring, MLX blocks all of its threads, so one hanging worker can
-        # silence others too.
+        # While a worker's process joins the ring, MLX blocks all of its threads, so a single hanging worker
+        # can make others appear silent too.
         silent = [block.address for block, seconds in self._silence.items() if seconds > limit / 2]
         names = " and ".join(map(str, silent))
         reason = f"the worker {names} has" if len(silent) == 1 else f"the workers {names} have"

@@ -55,7 +55,7 @@ _ADVICE = (
 class ShardIndex:
     """Selects one shard of a model.
 
-    Stands in for a process group while mlx-lm shards a model, but does not support passes.
+    Takes the place of a process group while mlx-lm shards a model, but does not support passes.
 
     Attributes:
         index: The index of the shard.

@@ -32,10 +32,10 @@ _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 # A draft ends at a token outside the vocabulary, but a larger output matrix makes every drafted token slower.
 # The share was chosen rather than measured.
 _COVERAGE = 0.99
-# Minimum and maximum size of the draft vocabulary. A short training sees too few tokens to choose fewer, and
-# most published heads have 32,000 tokens.
+# Minimum and maximum size of the draft vocabulary. A short training run sees too few tokens to justify a
+# smaller vocabulary, and most published heads have 32,000 tokens.
 _MIN_DRAFT_TOKENS, _MAX_DRAFT_TOKENS = 8_192, 32_768
-# The size is a multiple of this, because matrix products are fast for such sizes.
+# The vocabulary size is a multiple of this, because matrix products are fast for such sizes.
 _TOKENS_STEP = 256
 # Smallest scale of a channel of the hidden states, relative to the median of all channels. The value was
 # chosen rather than measured.

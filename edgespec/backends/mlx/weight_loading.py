@@ -171,8 +171,8 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     from mlx.utils import tree_unflatten
 
     mx = mlx_core()
-    # Start with the largest weights, while there is still enough memory for both their original and their
-    # float32 versions.
+    # Start with the largest weights, while there is still enough memory for both their original and float32
+    # versions.
     waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
     total_bytes, loaded_bytes, widened = parameter_bytes(model), 0, False
     while waiting:

@@ -75,7 +75,7 @@ def tool_grammar(
         return required_grammar(form, tools, control_token)
     if answer:
         return answer_grammar(form, tools, answer.expression, control_token)
-    # In gpt-oss's format, the text around calls contains control tokens, which this grammar does not cover.
+    # In gpt-oss's format, the text around calls contains control tokensthat this grammar does not cover.
     if tools.strict and not form.reasoning_ends:
         return auto_grammar(form, tools, control_token)
     return None

@@ -167,7 +167,7 @@ class ToolCallParser:
                 self._text.append(reader.text[used : reader.at])
 
     def _find_opening(self) -> Wait[int | None]:
-        """Read up to and including the next opening marker, and output the text before it.
+        """Output the text before the next opening marker, and read past the marker.
 
         Returns:
             The position after the marker, or None if there is no further marker. Only whitespace
@@ -216,7 +216,7 @@ class ToolCallParser:
             yield
 
     def _show(self, end: int) -> int:
-        """Output the text before `end` without trailing whitespace, and return the whitespace's length."""
+        """Output the text before `end`, except trailing whitespace. Return the length of that whitespace."""
         reader = self._reader
         shown = reader.text[:end].rstrip(SPACE)
         self._text.append(shown)

@@ -30,8 +30,8 @@ _TOOL_HINT = (
     'pass dictionaries such as {"type": "function", "function": {"name": "add", "description": "Add numbers",'
     ' "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}'
 )
-# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name the
-# tool. The limit was chosen, not measured.
+# Time limit in seconds for finding the tool that a chat template rejects, to include it in the error. The
+# limit was chosen, not measured.
 _BLAME_SECONDS = 2.0
 _DEEPEST_PARAMETER = 16
 
@@ -157,7 +157,7 @@ def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) 
     try:
         return render(tools)
     except TemplateError as error:
-        # A template that exceeded its time limit would exceed it again.
+        # If a template has exceeded its time limit, it would do so again.
         if not tools or time.monotonic() - started > _BLAME_SECONDS:
             raise
         with suppress(TemplateError):
@@ -166,7 +166,7 @@ def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) 
 
 
 def _blamed(render: Callable[[Definitions], str], tools: Definitions) -> TemplateError | None:
-    """Return an error that names the tool that a template rejects, or None if no tool is to blame."""
+    """Return an error that identifies the tool that a template rejects, or None if no tool is to blame."""
     try:
         render(())
     except TemplateError:

@@ -94,8 +94,8 @@ class PrefixCache:
         # Tokens that were in the model's KV cache when the user deleted all cached prefixes, and which must
         # not be stored again.
         self._deleted: Tokens | None = None
-        # The store's number of deletions when `_deleted` was set. Each reply's cache compares it on its own,
-        # because only the first one to notice a deletion sees it on the disk.
+        # The store's number of deletions when `_deleted` was set. Each reply's cache keeps its own number,
+        # because only the first cache to notice a deletion sees it on disk.
         self._known_deletions = 0
 
     def for_model(self, model: LanguageModel, heads: Sequence[HeadState] = ()) -> PrefixCache:

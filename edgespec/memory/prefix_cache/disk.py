@@ -45,8 +45,8 @@ __all__ = [
     "read_header",
 ]
 
-# The names of the folder, the files and the mark say "kept" and "forgotten", because other versions of
-# edgespec, which may be running, use them too.
+# The folder, file and marker names contain "kept" and "forgotten", because other versions of edgespec use the
+# same names and may be running.
 _FOLDER, _SUFFIX = "kept", ".kept"
 # Lock timeouts in seconds: for writing one cached prefix, and for deleting all cached prefixes.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
@@ -159,7 +159,7 @@ class PrefixCacheDisk:
         return Snapshot(header["end"], data, header["start"], heads)
 
     def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
-        """Write a segment, deleting less valuable segments to make room.
+        """Write a segment, deleting less valuable segments to make room if necessary.
 
         Args:
             name: See `name_of`.

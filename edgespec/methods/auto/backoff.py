@@ -95,7 +95,7 @@ class Backoff:
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return the backoff state as named arrays, to be saved for later runs.
 
-        The names start with `patience`, so that files of earlier versions stay readable.
+        The names start with `patience`, so that files written by earlier versions remain readable.
         """
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
@@ -129,7 +129,7 @@ class RetrySchedule:
 
     @property
     def is_rare(self) -> bool:
-        """Whether retries are rare because several in a row saved no time."""
+        """Whether retries are rare, because several in a row saved no time."""
         return self._interval >= RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:

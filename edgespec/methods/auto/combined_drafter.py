@@ -29,7 +29,7 @@ __all__ = ["ChosenTokens", "CombinedDrafter", "merge_trees", "prune_optional"]
 
 
 class ChosenTokens:
-    """The draft tokens that the drafter chose itself, rather than those determined by a constraint.
+    """The draft tokens chosen by the drafter itself, rather than determined by a constraint.
 
     Only these tokens count towards acceptance rates and draft lengths.
 

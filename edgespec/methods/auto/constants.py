@@ -76,8 +76,8 @@ __all__ = [
 # --- Loss limit (`loss_limit.py`) ---
 
 # Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, plus a
-# number of target steps that lets even short replies try a draft. Both were chosen so that the slowdown is
-# hard to notice.
+# number of target steps that allows even short replies to try a draft. Both were chosen so that the slowdown
+# is hard to notice.
 MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
 # Maximum time to spend trying drafters that do not seem to help, as a share of a reply's plain decoding time.
 # The value was chosen as half of `MAX_LOSS_RATE`.
@@ -146,8 +146,8 @@ CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
 # this. The minimum was chosen because smaller measured gains are often noise.
 MIN_INTERIM_GAIN = 1.15
-# Draft lengths to compare for drafters that choose their own length. They were chosen to be denser at the
-# short end, where one more token makes a larger difference.
+# Draft lengths to compare for drafters that choose their own length. They were chosen to be closer together
+# at the short end, where one more token makes a larger difference.
 COMPARED_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 # --- Draft model prefill (`drafter_stats.py`, `model_selection.py`) ---
@@ -211,8 +211,8 @@ ASSUMED_PASS_RATIO, ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # so that outliers are forgotten. They were chosen so that a slow pass is remembered for dozens of passes.
 WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
 # Replaces `WORST_PASS_STEP_DECAY` if layers run on workers. The value was chosen to equal `VERIFY_DECAY`.
-# Passes on workers are often delayed for reasons that have nothing to do with drafting, and a single slow
-# pass must not stop drafting for the rest of the reply.
+# Passes on workers are often delayed for reasons unrelated to drafting, and a single slow pass must not stop
+# drafting for the rest of the reply.
 LINK_DECAY = 0.97
 # `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. It was chosen so that
 # measurements soon replace the assumed ratio.

@@ -205,7 +205,8 @@ class AutoController(Drafter):
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
         self.loss_tracker.begin()
-        # The first step after the prompt is slower even in plain decoding, so do not charge it to drafting.
+        # The first step after the prompt is slower even in plain decoding, so do not charge the extra time to
+        # drafting.
         self.costs.last_width = 0
         self.loss_tracker.record_target_step(0, -self.costs.return_seconds)
         self.costs.set_context_tokens(len(tokens))

@@ -87,8 +87,8 @@ class LiveCosts:
     CPU threads.
 
     If concurrent replies share their passes, a longer draft in one reply slows down all of them. Costs
-    therefore assume that all replies verify the same number of tokens. Drafting as long as it pays off under
-    this assumption maximises the total tokens per second (goodput, arXiv 2406.14066).
+    therefore assume that all replies verify the same number of tokens. Drafting for as long as it saves time
+    under this assumption maximises the total tokens per second (goodput, arXiv 2406.14066).
 
     Args:
         curve: The initial cost curve.

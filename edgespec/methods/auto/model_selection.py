@@ -88,7 +88,7 @@ class ModelSelector:
         for stats in self._ranked(levels):
             gain = self._expected_gain(stats, levels[stats])
             # A better drafter is waiting until the loss limit allows its prefill. In the meantime, run this
-            # drafter only if it is likely to save enough time to pay for that prefill.
+            # drafter only if it is likely to save enough time to make up for that prefill.
             if is_waiting and gain < MIN_INTERIM_GAIN:
                 return None
             is_challenger = stats is self._challenger

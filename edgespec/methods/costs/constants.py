@@ -33,8 +33,8 @@ __all__ = [
 
 # --- Cost curve of a loaded model (`curve.py`, `target_costs.py`) ---
 
-# Pass widths to measure. They were chosen to be denser among small widths, because backends use different
-# kernels for them.
+# Pass widths to measure. They were chosen to be closer together among small widths, because backends use
+# different kernels for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 # Pass widths to measure even if the time budget is spent, chosen to show the shape of the curve with few
 # passes.
@@ -60,9 +60,9 @@ ASSUMED_COST_PER_TOKEN = 0.05
 # Discard saved pass durations if a single-token pass is now slower or faster by more than this factor. The
 # factor was chosen to exceed the usual variation in a machine's speed.
 MAX_STEP_RATIO = 2.0
-# Saved pass durations of a model that is read from disk are used again if the number of streamed layers has
+# Saved pass durations of a model that is read from disk are reused if the number of streamed layers has
 # changed by less than about this factor. It was chosen to cover small changes in the amount of free memory,
-# with which every load would otherwise measure the model anew.
+# which would otherwise cause every load to measure the model again.
 STREAMED_LAYERS_RATIO = 1.1
 # Weight of the newest token in the moving average of the time per token without drafting, chosen to average
 # over about five tokens.
@@ -89,8 +89,8 @@ MIN_THREAD_GAIN = 1.05
 # Pass widths to measure with the benchmark models. Fewer were chosen than for a loaded model, because every
 # quantisation type is measured.
 MACHINE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-# Approximate weight size of each benchmark model, chosen so that the weights do not fit into most processor
-# caches, as is the case for real models.
+# Approximate weight size of each benchmark model, chosen so that the weights, like those of real models, do
+# not fit into most processor caches.
 BENCHMARK_BYTES = 192 * 2**20
 # Number of prompt tokens for measuring prefill, chosen to keep the measurement short.
 BENCHMARK_PROMPT_TOKENS = 32

@@ -208,7 +208,7 @@ def measure_costs(
 def _pass_seconds(model: LanguageModel, width: int) -> float:
     length, vocab_size = model.length, model.facts.vocab_size
     # Use different tokens, because a mixture of experts reads fewer experts for equal ones. A wide pass
-    # begins with the tokens of a narrow one, so that it never reads fewer experts.
+    # begins with the same tokens as a narrow one, so that it never reads fewer experts.
     tokens = np.random.default_rng(1).integers(vocab_size // 8, vocab_size, width).tolist()
     chain = TokenTree.chain(tokens[0], tokens[1:])
     started = now()

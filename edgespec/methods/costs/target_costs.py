@@ -160,8 +160,8 @@ def settings_key(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
     kernels += " low bits" * options.low_bits
-    # Leave out the number of streamed layers, because it varies with the amount of free memory, and results
-    # such as the bits of the logits do not depend on it. Durations do. See `streaming_key`.
+    # Leave out the number of streamed layers, because it varies with the amount of free memory. Results such
+    # as the logits do not depend on it, but durations do. See `streaming_key`.
     kernels += " streamed" * (options.streamed_layers > 0)
     kernels += f" experts {options.experts}" if options.experts else ""
     links = options.workers.links if options.workers else ()
@@ -199,7 +199,7 @@ def thread_counts(cores: int, logical_cores: int) -> tuple[int, ...]:
 
 
 def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
-    """Return the fastest thread count, or the number of physical cores if that is about as fast.
+    """Return the fastest thread count, or the number of physical cores if that is nearly as fast.
 
     Args:
         seconds: Duration of a pass for each number of threads.

@@ -34,7 +34,7 @@ __all__ = [
     "preparation",
 ]
 
-# Verify pass widths, in tokens, whose costs are measured to choose the exit layer.
+# Verify pass widths, in tokens, to measure for choosing the exit layer.
 EXIT_WIDTHS = range(1, MAX_EXIT_DRAFT_LENGTH + 2)
 
 
@@ -211,7 +211,7 @@ def exit_table(
         draft_cost = lower_cost + head_bytes / total
 
         def cost(length: int, lower_cost: float = lower_cost, draft_cost: float = draft_cost) -> float:
-            # The verify pass reuses the lower layers' results for all tokens but the last drafted one.
+            # The verify pass reuses the lower layers' results for all tokens except the last drafted one.
             return length * draft_cost + lower_cost + (1 - lower_cost) * v(length + 1)
 
         length, speed_up = best_draft_length(agreement, cost, MAX_EXIT_DRAFT_LENGTH)

@@ -154,7 +154,7 @@ def lowbit_file(prepared: PreparedModel) -> Path:
 
 
 def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
-    """Return the target's low-bit copy as a model, or None if there is none to draft with.
+    """Return the target's low-bit copy as a model, or None if there is no copy to draft with.
 
     Args:
         target: The target whose copy to find.

@@ -48,7 +48,7 @@ def find_substitutes(path: Path) -> PreparedModel | None:
 def find_usable_substitutes(target: Resolved, *, is_named: bool) -> list[Substitutes]:
     """Return the sets of low-bit copies of the target's blocks, newest first.
 
-    Each set was prepared for one amount of memory.
+    Each set was prepared for a certain amount of memory.
 
     Args:
         target: The target whose copies to find.

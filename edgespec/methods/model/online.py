@@ -165,7 +165,7 @@ class OnlineTrainer:
         rows = verified.walk(tokens[:accepted])
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
-            # Sort and truncate, because `top` can return extra tokens with equal logits.
+            # Sort and truncate, because `top` may return extra tokens with equal logits.
             order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
             weights = np.exp(values[order] - values.max())
             probs = (weights / weights.sum()).astype(np.float32)

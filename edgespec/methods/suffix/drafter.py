@@ -80,7 +80,7 @@ _DEFAULT_CONFIG = SuffixConfig()
 
 
 class ReplyRecorder(Protocol):
-    """Saves finished replies so that later chats can draft from them.
+    """Saves finished replies, so that later chats can draft from them.
 
     Attributes:
         notice: User-facing message about a read or write failure. Empty if there is none.
@@ -132,8 +132,8 @@ class SuffixDrafter(Drafter):
         self._indexed: IndexedSource | None = None
         self._chat = SuffixAutomaton(config.min_probability)
         self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=OTHER_CHATS_TOKENS)
-        # The automaton state and the length in tokens of the longest suffix of the current chat that also
-        # occurs in another chat.
+        # The automaton state and the length in tokens of the current chat's longest suffix that also occurs
+        # in another chat.
         self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []

@@ -67,7 +67,7 @@ class _Pattern(NamedTuple):
     next_step: str
 
 
-# llama.cpp's messages about files that are complete but not in the form it expects.
+# llama.cpp's messages about files that are complete but not in the form that it expects.
 _REFUSALS = tuple(
     _Pattern(re.compile(message), what, next_step)
     for message, what, next_step in (

@@ -132,7 +132,7 @@ def gguf_files(path: Path) -> list[Path]:
     try:
         split = _split_of(path)
     except (ModelFileError, OSError):
-        # Ignore a bad header here, because loading the model reports the problem.
+        # Ignore a bad header here, because loading the model will report the problem.
         standard = _standard_names(path)
         if missing := [part for part in standard if not part.is_file()]:
             raise _missing_parts(path, missing[0].name, len(missing), len(standard)) from None
@@ -198,7 +198,7 @@ def _missing_parts(
 def _add_part(found: dict[int, list[Path]], part: Path, wanted: _Split) -> None:
     check_is_gguf(part)
     split = _split_of(part)
-    # Parts other than the first may lack the tensor count, which llama.cpp does not need there.
+    # Parts other than the first may lack the tensor count, which llama.cpp does not need in them.
     same_tensors = split.tensors == wanted.tensors or not (split.tensors and wanted.tensors)
     if split.total == wanted.total and same_tensors and not split.is_joined:
         parts = found.setdefault(split.number, [])

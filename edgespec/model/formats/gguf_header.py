@@ -221,7 +221,7 @@ def read_general(path: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     with suppress(OSError, ValueError), path.open("rb") as file:
-        # Parsing past the end of these bytes raises an error, which is suppressed. The values parsed so far
+        # Parsing past the end of these bytes raises an error, which is suppressed. Values parsed before that
         # are kept.
         reader = _Reader(file.read(_GENERAL_BYTES))
         for _ in range(reader.counts()[1]):

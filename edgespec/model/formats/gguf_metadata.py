@@ -166,7 +166,7 @@ def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> ModelKind:
         return "adapter"
     if header.architecture in _EMBEDDING:
         return "embedding"
-    # A file that contains only MTP layers has its target's architecture, but not the target's first layer.
+    # A file that contains only MTP layers has its target's architecture, but lacks the target's first layer.
     has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     if header.architecture in head_kinds() or (_heads(header, tensors) and not has_first_layer):
         return "head"
@@ -177,7 +177,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in (kinds := head_kinds()):
         return [kinds[header.architecture][0]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Some converters remove the tensors of MTP layers, but keep the number of MTP layers in the metadata.
+    # Some converters remove the tensors of MTP layers but keep the layer count in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 

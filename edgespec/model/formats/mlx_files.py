@@ -74,7 +74,7 @@ def mlx_installed() -> bool:
 
 
 def require_mlx(model: str) -> None:
-    """Raise BackendMissingError if mlx or mlx-lm is not installed. `model` is named in the message."""
+    """Raise BackendMissingError if mlx or mlx-lm is not installed. The message mentions `model`."""
     if not mlx_installed():
         raise BackendMissingError(
             f"{model} is an MLX model, but mlx and mlx-lm are not installed",
@@ -106,7 +106,7 @@ def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
 def missing_files(folder: Path) -> list[str]:
     """Return the names of files missing from an MLX model folder.
 
-    Weight files named by the index or implied by part numbers do not count as missing if the other files
+    Weight files listed in the index or implied by part numbers do not count as missing if the other files
     contain the whole model. mlx-lm ignores the index, which is often left over from another version of the
     model.
 

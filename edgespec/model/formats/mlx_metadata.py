@@ -43,7 +43,7 @@ _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 _INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")
 # Maximum number of target layers that a head may read. Longer lists are ignored.
 _MAX_READ_LAYERS = 64
-# Names of tensors that only layers for multi-token prediction have.
+# Matches the names of tensors that only multi-token prediction layers have.
 _MTP_NAME = re.compile(r"(?:^|\.)(?:(?:mtp|nextn|mtp_layers\.\d+)\.|eh_proj\.weight$)")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")

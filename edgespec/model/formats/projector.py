@@ -112,7 +112,7 @@ def estimate_projector(path: Path, *, on_gpu: bool, small_images: bool = False) 
     """Estimate a projector's memory use. Raises ModelFileError if the file cannot be used."""
     projector = read_projector(path, small_images=small_images)
     pool = GPU if on_gpu else MEMORY
-    # Most of the buffers are still unused while the mask is copied, so they take up no main memory.
+    # Most of the buffers are still unused while the mask is being copied, so they take up no main memory.
     masks_bytes = projector.mask_bytes if on_gpu else 2 * projector.mask_bytes - projector.compute_bytes
     parts = (
         MemoryPart("weights", projector.weight_bytes, pool),

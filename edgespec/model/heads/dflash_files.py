@@ -93,7 +93,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         windows=windows,
         markov_rank=markov_rank,
     )
-    # A one-token block has no mask tokens, and MLX aborts the process when it computes with an empty array.
+    # A one-token block has no mask tokens, and MLX aborts the process if it computes with an empty array.
     if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
         raise ValueError(f"block_size must be from 2 to {MAX_BLOCK_TOKENS}, not {result.block_tokens:,}")
     if not 0 <= result.mask_token < result.vocab_size:

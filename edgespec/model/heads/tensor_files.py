@@ -254,7 +254,7 @@ def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
 
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:
-    # Any other exception means that an instruction lacks operands.
+    # Any other exception means that an instruction is missing its operands.
     reason = shorten(error) if isinstance(error, ValueError | BadZipFile) else "its pickle is malformed"
     return ModelFileError(
         f"{path} is damaged, or was not written by PyTorch 1.6 or later: {reason}",
@@ -345,7 +345,7 @@ class _Interpreter:
     def _pop_many(self, count: int) -> list[Any]:
         values = self._stack[len(self._stack) - count :]
         if len(values) != count:
-            raise ValueError("an instruction of the pickle lacks operands")
+            raise ValueError("a pickle instruction has too few operands")
         del self._stack[len(self._stack) - count :]
         return values
 
@@ -360,7 +360,7 @@ class _Interpreter:
     def _set_items(self, values: list[Any]) -> None:
         if type(container := self._stack[-1]) is not dict:
             raise ValueError("the pickle sets items of an object that is not a dictionary")
-        # Hashing other keys, such as tuples that nest the same tuple repeatedly, could take forever.
+        # Hashing other keys, such as tuples that repeatedly nest the same tuple, could take forever.
         if not all(isinstance(key, str) for key in values[::2]):
             raise ValueError("a dictionary in the pickle has a key that is not a string")
         container.update(zip(values[::2], values[1::2], strict=True))

@@ -38,8 +38,8 @@ def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
     """Return a schema that llguidance enforces exactly, and whose values satisfy the given schema.
 
     Removes unknown keywords that have no effect. Narrows bounds that llguidance would enforce inexactly,
-    which rules out a few numbers next to them. Removes `$schema`, because llguidance ignores keywords that
-    are not part of the version named there, such as `const` in draft 4.
+    which rules out a few numbers next to them. Removes `$schema`, because llguidance ignores keywords that do
+    not exist in the version given there, such as `const` in draft 4.
 
     Args:
         schema: The JSON schema to rewrite.

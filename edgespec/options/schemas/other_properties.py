@@ -30,7 +30,7 @@ def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     JSON Schema also allows additional properties by default, so a small model could keep inventing them
     forever. OpenAI requires schemas to forbid them, and Ollama never generates them. They stay allowed if
     the schema says so explicitly. A schema that combines several schemas for the same object is returned
-    unchanged, because none of them names all properties.
+    unchanged, because none of them lists all properties.
     """
     nodes = list(_nodes(schema))
     if any(_is_combined(node) for node in nodes):

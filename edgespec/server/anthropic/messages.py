@@ -54,8 +54,8 @@ __all__ = [
 
 # Placeholder signature for reasoning. Clients drop unsigned reasoning from their next request.
 _SIGNATURE = "edgespec"
-# Claude Code starts its system prompt with this line, which changes on every request. It is removed because
-# nothing after it could be reused from the prefix cache.
+# Claude Code starts its system prompt with this line, which changes with every request. It is removed,
+# because the prefix cache could not reuse anything after it.
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 # Required fields, keyed by block type.
 _NEEDED = {
@@ -416,7 +416,7 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if results and not (parts or reasoning or calls):
         return results
-    # Join a reply's text blocks without a separator, because they are a single text interrupted by tool
+    # Join a reply's text blocks without a separator, because they form a single text interrupted by tool
     # calls. In other messages, each block is a separate text.
     is_reply = message.role == "assistant"
     whole: dict[str, Any] = (

@@ -11,6 +11,6 @@ A request goes through these steps before it reaches a handler. Each module hold
 The other modules hold the rules for single fields: `content` for content parts, `tools` for tools and tool
 choices, and `constraints` for answer formats.
 
-Where the meaning is unambiguous, the server does what the client means. Otherwise, the error names the field
-and its value and says what to do. `tests/server/test_leniency.py` has a row for each rule.
+Where the meaning is unambiguous, the server does what the client means. Otherwise, the error states the field
+and its value, and says what to do. `tests/server/test_leniency.py` has a row for each rule.
 """

@@ -260,7 +260,7 @@ def constraints_in(
 def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the reply option for the constraints in a request, or an empty dictionary if there are none.
 
-    Programs that do not know which server they are talking to send the same constraint in several fields.
+    Programs that do not know which server they are talking to may send the same constraint in several fields.
 
     Args:
         found: The constraints, from `constraints_in`.
@@ -277,7 +277,7 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 code="option_conflict",
             )
     # Prefer a mapping. A schema given as text in the field `schema` also allows properties that it does not
-    # name.
+    # list.
     return min(found.values(), key=lambda option: isinstance(option.get("schema"), str), default={})
 
 

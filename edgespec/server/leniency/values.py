@@ -46,7 +46,7 @@ _SPECIAL_VALUES: Mapping[str, Mapping[Any, Any]] = {
     "schema": {"": None},
     "choice": {"": None},
 }
-# Fields whose empty items are dropped. An empty stop string would end every reply at once.
+# Fields whose empty items are dropped. An empty stop string would end every reply immediately.
 _WITHOUT_EMPTY_ITEMS = frozenset({"stop", "stop_sequences"})
 # Fields in which an empty list or map counts as unset.
 _UNSET_IF_EMPTY = frozenset({"choice"})

@@ -146,7 +146,7 @@ async def _stream(
 
 
 async def load_model(call: Call[Any], formatted: Formatter) -> Response:
-    """Load the model for a request without a prompt, as Ollama does, so that the next reply starts sooner.
+    """Load the model for a request without a prompt, as Ollama does, so that the next reply starts faster.
 
     With `keep_alive: 0`, the model is unloaded instead.
     """

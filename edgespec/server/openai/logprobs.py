@@ -134,7 +134,7 @@ def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int]
     """Return the part of a prompt's text that each of its tokens represents.
 
     The BOS token that some models need represents no text, and neither does the space that some tokenizers
-    prepend. A control token written out in the text represents that text.
+    prepend. A control token written out in the text represents its own text.
 
     Args:
         text: The text.

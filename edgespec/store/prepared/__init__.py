@@ -1,1 +1,1 @@
-"""Files that edgespec derives from models, such as copies in another quantisation."""
+"""Files that edgespec derives from models, such as requantised copies."""

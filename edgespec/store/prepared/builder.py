@@ -73,7 +73,7 @@ _UNFINISHED = ".edgespec-"
 _STALE_SECONDS = 24 * 3600.0
 _COPY = "copy.gguf"
 # Free disk space in bytes that a copy needs beyond the size of the model. A copy can be slightly larger than
-# the model, even if its type uses about as many bits per weight.
+# the model, even if its type uses about the same number of bits per weight.
 _EXTRA_BYTES = 16 << 20
 
 
@@ -300,7 +300,7 @@ def interrupted_settings(kind: str, source: Path) -> BuildSettings | None:
 def _existing(
     kind: str, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
 ) -> PreparedModel | None:
-    """Return the prepared model in `folder` if it is intact, or delete it if it is damaged or outdated."""
+    """Return the prepared model in `folder` if it is intact. Delete it if it is damaged or outdated."""
     if not folder.exists():
         return None
     if not (folder / MANIFEST).exists():

@@ -115,7 +115,7 @@ def _expected(runtime: ChatModel, method: MethodReport) -> list[str]:
 
 
 def _who_gains(runtime: ChatModel) -> str:
-    """Return a sentence that names a model which would be faster, or an empty string if none is known."""
+    """Return a sentence naming a model that would be faster, or an empty string if none is known."""
     from edgespec.loading.recommendation import draft_advice
 
     plan = runtime.memory().plan

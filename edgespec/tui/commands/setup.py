@@ -127,7 +127,7 @@ def _check_known(reference: str) -> Resolved | None:
 
 
 def _models(context: Context) -> Result:
-    """List the models on this machine, and name those that can be downloaded."""
+    """List the models on this machine, and suggest some that can be downloaded."""
     # Imported lazily to avoid delaying the first prompt.
     import edgespec
 
@@ -308,7 +308,7 @@ def _check_thinking_switch(runtime: ChatModel) -> None:
 
 
 def _changed(context: Context, settings: Mapping[str, Setting], note: str) -> Result:
-    """Return a change that applies these settings, and loads the model again if they need that.
+    """Return a change that applies these settings, and reloads the model if they require it.
 
     Raises:
         OptionError: The models do not support the settings.

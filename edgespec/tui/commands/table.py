@@ -62,7 +62,7 @@ COMMANDS: tuple[Command, ...] = (
 
 # Matches a slash command and its argument, but not a path such as `/etc/hosts`.
 _LINE = re.compile(r"/([A-Za-z?][\w?-]*)(?:\s+(.*))?", re.DOTALL)
-# Matches a command that reads a file. `/schema none` names no file.
+# Matches a command that reads a file. `/schema none` does not take a file.
 _PATH = re.compile(r"/(?:import|schema) +(?!none$)(.*)")
 
 

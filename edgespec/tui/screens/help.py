@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MOST_USED, OTHER_KEYS = Binding.Group("Most used"), Binding.Group("Other keys")
-"""The sections of the help page that list key bindings. A binding without a group is not listed."""
+"""The sections of the help page that list key bindings. Bindings without a group are not listed."""
 
 COMMANDS_PART, MESSAGE_PART = "Commands", "Keys for the selected message"
 CHAT_LIST_PART, MODEL_LIST_PART = "Keys for the list of chats", "Keys for the list of models"

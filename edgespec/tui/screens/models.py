@@ -47,7 +47,7 @@ _TICK_SECONDS = 0.5
 # Seconds for which a row must be highlighted before its model is planned, so that moving through the list
 # stays fast.
 _PLAN_DELAY_SECONDS = 0.3
-# Minimum terminal width, in columns, at which the dialog's border names more than two keys.
+# Minimum terminal width, in columns, at which the dialog's border lists more than two keys.
 _WIDE_COLUMNS = 64
 _SETTING = ("chat", "target")
 

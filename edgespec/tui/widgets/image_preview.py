@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 class ImagePreview(Widget, can_focus=False):
     """The images of a message side by side, or their names and sizes if the terminal has too few colours.
 
-    The widget has its final size at once, but stays empty until another thread has decoded the images.
+    The widget has its final size immediately, but stays empty until another thread has decoded the images.
 
     Args:
         images: The images.

@@ -95,7 +95,7 @@ def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
 
 
 class PastedTexts:
-    """Long pasted texts, keyed by the labels that stand for them in the input.
+    """Long pasted texts, keyed by the labels that represent them in the input.
 
     They are kept until the chat ends, because undo can bring back a label.
     """
@@ -109,7 +109,7 @@ class PastedTexts:
         return len(text) > _MAX_PASTED_CHARACTERS or len(text.splitlines()) > _MAX_PASTED_LINES
 
     def fold(self, text: str, token_count: int | None) -> str:
-        """Store pasted text, and return the label that stands for it in the input.
+        """Store pasted text, and return the label that represents it in the input.
 
         Args:
             text: The pasted text.
@@ -123,7 +123,7 @@ class PastedTexts:
         return label
 
     def whole(self, text: str) -> str:
-        """Replace the labels in `text` with the pasted texts that they stand for."""
+        """Replace the labels in `text` with the pasted texts that they represent."""
         if not self._texts:
             return text
         labels = re.compile("|".join(map(re.escape, self._texts)))

@@ -41,7 +41,7 @@ from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, t
 __all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages", "references_to"]
 
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
-"""The undo keys, which are the same as in a shell because Ctrl+Z suspends the program. Most terminals send
+"""The undo keys, which are those of common shells, because Ctrl+Z suspends the program. Most terminals send
 the same character for both.
 """
 # Maximum time in seconds to read the clipboard. Encoding a 40-megapixel image takes several seconds.
@@ -92,7 +92,7 @@ class PromptInput(TextArea):
 
     @property
     def whole_text(self) -> str:
-        """The whole message, with pasted-text labels replaced by the text that they stand for."""
+        """The whole message, with each label replaced by the pasted text that it represents."""
         return self._pasted.whole(self.text)
 
     def edit(self, edit: Edit) -> EditResult:

@@ -70,7 +70,7 @@ class ReplyMarkdown(Widget):
         self.colours: OriginColours | None = None
         self._finished: list[Block] = []
         self._last_text = ""
-        # Index of the first character of `_last_text` in the whole text.
+        # Index in the whole text at which `_last_text` starts.
         self._last_first = 0
         self._blocks: list[Block] = []
         # A width and the result of `_bottoms_at` for this width, cached until the text changes.

@@ -32,7 +32,7 @@ _NO_CHATS = "No saved chats yet. Each message is saved when you send it."
 class Sidebar(ScrollView, can_focus=True):
     """The saved chats: pinned ones first, then the newest. Typing filters the list.
 
-    Enter opens the highlighted chat. `chat_list_hint` names the other keys. Only the visible rows are drawn,
+    Enter opens the highlighted chat. `chat_list_hint` lists the other keys. Only the visible rows are drawn,
     because there can be thousands of chats.
 
     Attributes:
@@ -194,5 +194,5 @@ class Sidebar(ScrollView, can_focus=True):
 
 
 def chat_list_hint(*, narrow: bool) -> str:
-    """Return the hint line shown while the list has focus. The list's border names the other keys."""
+    """Return the hint line shown while the list has focus. The list's border shows the other keys."""
     return "Enter opens · Esc back" if narrow else "Enter opens · Ctrl+R renames · Ctrl+P pins · Esc back"

@@ -50,16 +50,16 @@ _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, one above it and one below it. With more widgets, each layout
 # change takes longer.
 _MAX_PAGES = 3
-# Maximum number of messages that are added at once. Adding a message takes several milliseconds.
+# Maximum number of messages to add at a time. Adding a message takes several milliseconds.
 _PAGE_MESSAGES = 40
-# Maximum time in seconds to spend on drawing the messages that are added at once.
+# Maximum time in seconds to draw the messages that are added at a time.
 _PAGE_SECONDS = 1.0
 # Rows that a message takes up besides its text: the space above it and its padding. A low value was chosen
 # because a page with too many messages is better than one that does not fill the view.
 _OTHER_ROWS = 1
 # Seconds between the removal of messages from the screen and a garbage collection. Widgets refer to each
-# other, so only the garbage collector frees them. Collecting at once, while the user scrolls, would delay key
-# presses.
+# other, so only the garbage collector frees them. Collecting immediately, while the user scrolls, would delay
+# key presses.
 _COLLECTION_SECONDS = 2.0
 
 

@@ -1,4 +1,4 @@
-"""Fixtures: a tiny target for DFlash and DSpark heads, and heads for it, which the tests of a file share."""
+"""Fixtures: a tiny target for DFlash and DSpark heads, and matching heads. The tests in a file share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny target for DFlash and DSpark heads, and heads of all kinds for it."""
+"""A tiny target for DFlash and DSpark heads, and heads of every kind for it."""
 
 from __future__ import annotations
 

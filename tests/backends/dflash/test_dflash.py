@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads draft what their papers say, follow the target, and change no reply."""
+"""DFlash and DSpark heads draft what their papers describe, follow the target, and change no reply."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TREE = TokenTree((50, 51, 52, 53, 54), (-1, 0, 0, 1, 1), (None,) * 5)
 
 
 def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.float64]:
-    """The logits after all nodes of a tree, whose root is the last of `tokens`, level by level."""
+    """Return the logits after all nodes of a tree, level by level. Its root is the last token."""
     cache = HeadCache(head)
     cache.begin(tokens)
     cache.prefill()
@@ -115,7 +115,7 @@ def test_a_path_selector_scores_candidates_after_those_before_them(
     )
     logits = states @ own["output.weight"].T
     candidates = np.argsort(-logits, axis=1)[:, :CANDIDATES]
-    # A chain of the least likely candidates, so that scores after other candidates differ.
+    # Use a chain of the least likely candidates, because the scores after other candidates differ.
     chain = TokenTree.chain(tokens[-1], candidates[1:-1, -1].tolist())
     rows = rows_of(head, chain, tokens)
     for depth, (row, before) in enumerate(zip(rows, chain.tokens, strict=True), 1):

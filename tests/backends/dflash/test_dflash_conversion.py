@@ -1,4 +1,4 @@
-"""Published DFlash and DSpark heads draft the same after their conversion to GGUF."""
+"""Published DFlash and DSpark heads draft the same after conversion to GGUF."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         base=1e6,
         window=WINDOW if "sliding" in layout else 0,
     )
-    # In DeepSeek's layout, each token of a block predicts the next one. In others, the one in its own place.
+    # In DeepSeek's layout, each token of a block predicts the next one. In other layouts, it predicts the
+    # token at its own position.
     first = 0 if layout == "DeepSeek" else 1
     expected = block[first : first + len(rows)]
     if layout in ("DeepSeek", "speculators"):
@@ -77,7 +78,7 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         assert np.flatnonzero(np.isfinite(rows[0])).tolist() == list(range(7, 107))
         rows = rows[:, 7:107]
     assert np.abs(rows - expected).max() < 0.02 * np.abs(expected).max()
-    # The plan of a head that is yet to be converted is that of the converted one.
+    # The plan for an unconverted head equals that for the converted one.
     before, after = (
         estimate_head(Head("dflash", tmp_path / name), target, 256) for name in ("head", "head.gguf")
     )

@@ -1,4 +1,4 @@
-"""Files of DFlash and DSpark heads: what is refused, what is planned, and damaged heads change no reply."""
+"""DFlash and DSpark head files: which are rejected, the memory plan, and that damage changes no reply."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_unsuitable_head_is_refused(
     path = write_head(tmp_path / "head.gguf", **options)
     with pytest.raises((CapabilityError, ModelFileError), match=message):
         target.self_draft(Head("dflash", path))
-    # The target still works, without the overhead of hidden states.
+    # The target still works, without the overhead of logging hidden states.
     target.prefill([1, 2, 3])
     assert target.verify(TokenTree.chain(4)).at(0, np.arange(VOCAB)).any()
 
@@ -141,7 +141,7 @@ def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: d
     target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=CONTEXT))
     with captured_log() as lines:
         head = head_of(target, head_path)
-    # The last ones are those of the head. Before, the target is allocated again to read its hidden states.
+    # The last entries belong to the head. Before them, the target is reallocated to read its hidden states.
     sizes = {
         kind: [float(line.split()[-2]) * 2**20 for line in lines if f"{kind} buffer size" in line]
         for kind in ("KV", "compute", "output")

@@ -1,4 +1,4 @@
-"""Fixtures: tiny targets for EAGLE-1 and EAGLE-2 heads, which the tests of a file share."""
+"""Fixtures: tiny targets for EAGLE-1 and EAGLE-2 heads, shared by the tests in a file."""
 
 from __future__ import annotations
 

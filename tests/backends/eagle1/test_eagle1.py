@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 heads draft for GGUF targets as they do for MLX targets, and change no reply."""
+"""EAGLE-1 and EAGLE-2 heads draft for GGUF targets just as for MLX targets, and change no reply."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def logits_in_every_state(head: HeadModel) -> list[NDArray[np.float64]]:
     log.append(0, states)
     head.start_at(1)
     head.prefill(tokens[1:101])
-    # The target's hidden states are known before the first tokens of these drafts, but not before the others.
+    # The target's hidden states are known for the first tokens of these drafts, but not for the others.
     log.truncate(102)
     found = [rows_of(head, TokenTree.chain(tokens[101], tokens[102:108]))]
     head.commit((1,))
@@ -72,9 +72,9 @@ def logits_in_every_state(head: HeadModel) -> list[NDArray[np.float64]]:
 def check_equal(
     found: list[NDArray[np.float64]], expected: list[NDArray[np.float64]], tolerance: float
 ) -> None:
-    """The logits are equal, apart from rounding errors relative to the largest logit of each row.
+    """Check that the logits are equal, up to rounding errors relative to the largest logit of each row.
 
-    A random head's hidden states become larger with each step, because the layer has no norm at its end.
+    A random head's hidden states grow with each step, because the layer has no final norm.
     """
     for rows, expected_rows in zip(found, expected, strict=True):
         scale = np.abs(expected_rows).max(axis=1, keepdims=True)
@@ -171,7 +171,7 @@ def test_no_head_changes_a_reply(folder: Path, kind: str) -> None:
     asked: list[dict[str, Any]] = [
         {"max_tokens": 16, "temperature": temperature, "seed": 3} for temperature in (0.0, 0.8, 1.2)
     ]
-    # The last one may say only two tokens, so that random heads are right now and then.
+    # The last reply may use only two tokens, so that random heads are sometimes right.
     asked.append({"max_tokens": 16, "temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}})
     recurrent = kind in ("mamba", "jamba", "lfm2")
     with edgespec.load(path, "none", method="none", context=256) as plain:
@@ -185,15 +185,15 @@ def test_no_head_changes_a_reply(folder: Path, kind: str) -> None:
         ):
             replies = [drafting.generate("the file", **ask) for ask in asked]
             assert [reply.tokens for reply in replies] == expected
-            # Adaptive trees may not be drafted, because random heads are hardly ever right.
+            # Adaptive trees may draft nothing, because random heads are hardly ever right.
             if branches != "auto":
                 assert all(reply.stats.drafted_tokens for reply in replies)
-                # Gemma 2 caps its logits, so it says one of the two tokens far more often than the other.
+                # Gemma 2 caps its logits, so it writes one of the two tokens far more often than the other.
                 assert replies[-1].stats.accepted_tokens or kind == "gemma2"
 
 
 def fitted_head(folder: Path, target: Path, texts: list[list[int]]) -> Path:
-    """A head whose `fc` predicts the next hidden state of the target in these texts, by least squares."""
+    """Return a head whose `fc` predicts the target's next hidden state in these texts, by least squares."""
     model = load(target)
     log = cast(HiddenStateSource, model).log_hidden_states([POST_NORM])
     table = FileMatrix(target, "token_embd.weight")
@@ -250,7 +250,7 @@ def test_a_fitted_head_is_often_right_and_changes_no_reply(
 
 
 def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path) -> None:
-    """A target that repeats every token, and a head that does so unless the state it reads is large."""
+    """The target repeats every token, and so does the head unless the state that it reads is large."""
     path = write_llama(tmp_path / "target.gguf", layers=2)
     for norm, expected in ((100.0, "[2]"), (0.001, f"[{POST_NORM}]")):
         tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path, "r+").tensors}

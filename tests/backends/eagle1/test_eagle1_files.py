@@ -1,4 +1,4 @@
-"""Files of EAGLE-1 and EAGLE-2 heads: what is refused, what is planned, and damaged heads change no reply."""
+"""EAGLE-1 and EAGLE-2 head files: which are rejected, the memory plan, and that damage changes no reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo target split at several exit layers, which the tests of self-drafts share."""
+"""The demo target split at several exit layers, shared by the tests of self-drafting."""
 
 from __future__ import annotations
 

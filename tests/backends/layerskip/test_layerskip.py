@@ -1,4 +1,4 @@
-"""A split model gives the logits of the whole model, whatever its lower layers drafted."""
+"""A split model gives the logits of the whole model, whatever its lower layers have drafted."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TestEqualsWholeModel:
 
 
 class TestSeveralPasses:
-    """Trees that are wider than a pass of the lower split run in several passes."""
+    """Trees wider than a pass of the lower layers are run in several passes."""
 
     def test_prompts_and_wide_trees(self, both: Both, narrow: LayerSkipModel) -> None:
         tokens = tokens_for(narrow, 61)
@@ -223,7 +223,7 @@ class TestReusedDrafts:
     def test_logits_equal_the_whole_model_s_after_any_draft(
         self, both: Both, narrow: LayerSkipModel, examples: int
     ) -> None:
-        """The target's tree may share some nodes with the draft, in any order."""
+        """The target's tree may share some of the draft's nodes, in any order."""
 
         @settings(max_examples=examples)
         @given(ROUNDS)

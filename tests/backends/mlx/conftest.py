@@ -1,4 +1,4 @@
-"""Fixtures: a tiny Llama model that the tests of a file share, and its folder."""
+"""Fixtures: a tiny Llama model, shared by the tests in a file, and its folder."""
 
 from __future__ import annotations
 

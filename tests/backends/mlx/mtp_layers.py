@@ -1,4 +1,4 @@
-"""Writes layers for multi-token prediction (MTP), in a file of their own, for a tiny MLX model."""
+"""Write layers for multi-token prediction (MTP) for a tiny MLX model, in a separate file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def write_mtp_layer(folder: Path, *, fused: bool = False, **changes: NDArray[Any
     return folder
 
 
-# Kinds of models that number MTP layers, with the kind of tiny model they are made from and what differs.
+# Kinds of models with numbered MTP layers, with the kind of tiny model to start from and its changed
+# settings.
 NUMBERED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "glm4_moe": (
@@ -84,7 +85,7 @@ NUMBERED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_numbered_mtp_layer(folder: Path, kind: str, **settings: Any) -> Path:
-    """Write a tiny model with an MTP layer, named as in the original models, that repeats its last layer."""
+    """Write a tiny model with an MTP layer that repeats its last layer, named as in the original models."""
     base, changes = NUMBERED[kind]
     write_checkpoint(folder, base, config=changes | settings)
     config = json.loads((folder / "config.json").read_text())
@@ -114,7 +115,7 @@ def write_numbered_mtp_layer(folder: Path, kind: str, **settings: Any) -> Path:
 
 
 def _as_published(layer: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Undo what mlx-lm does to the tensors of a layer: each expert has its own, and MLA has one for both."""
+    """Undo mlx-lm's changes to a layer: split the stacked experts and merge the two MLA matrices."""
     published: dict[str, NDArray[Any]] = {}
     for name, tensor in layer.items():
         if ".switch_mlp." in name:
@@ -176,11 +177,11 @@ def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def repeat_layer(folder: Path, prefix: str, copies: int, *, neutral: bool = False) -> Path:
-    """Add copies of an MTP layer, numbered after it. Neutral ones return what they are given.
+    """Add numbered copies of an MTP layer after it. Neutral copies return their input unchanged.
 
     Args:
         folder: The model.
-        prefix: What the names of the layer's tensors begin with, up to its number, such as `mtp.layers.`.
+        prefix: The start of the names of the layer's tensors, up to its number, such as `mtp.layers.`.
         copies: Number of copies.
         neutral: Whether to zero the output matrices of the copies.
     """

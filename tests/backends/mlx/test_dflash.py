@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads draft what their papers say, follow an MLX target, and change no reply."""
+"""DFlash and DSpark heads draft what their papers describe, follow an MLX target, and change no reply."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.model.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout
 from tests.raising import raises
 
 SIZE = 64
-# These exist in all tiny models, of which some have two layers.
+# These states exist in all tiny models, some of which have only two layers.
 STATES = (0, 1, 2)
 BLOCK, MASK = 6, 7
 TOKENS = [*range(10, 50), 50]

@@ -1,4 +1,4 @@
-"""The trainer of EAGLE-3 heads: that it learns, and that its unrolled drafts are those of a drafting head."""
+"""The EAGLE-3 trainer learns, and its unrolled drafts equal those of a drafting head."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     after, owners = trainer.ranks(batch, 4)
     assert losses[-1] < 0.7 * losses[0]
     assert (after == 0).mean() > (before == 0).mean() + 0.2
-    # Four guesses fit into the reply from the token before it on.
+    # Four drafted tokens fit into the reply, starting from the token before it.
     assert np.bincount(owners).tolist() == [24 - 6 - 3] * 2
 
 
@@ -198,13 +198,14 @@ def test_the_draft_vocabulary_covers_a_share_of_the_replies(monkeypatch: pytest.
     for name, value in (("_COVERAGE", 0.9), ("_TOKENS_STEP", 2), ("_MIN_DRAFT_TOKENS", 1)):
         monkeypatch.setattr(f"edgespec.backends.mlx.trainable_eagle.{name}", value)
     counts = np.array([0, 1, 50, 0, 30, 9, 10, 0], np.int64)
-    # 50, 30 and 10 of 100 tokens make up the share, and the size is rounded up to an even number.
+    # The counts 50, 30 and 10 out of 100 reach the required share, and the size is rounded up to an even
+    # number.
     assert choose_draft_tokens(counts).tolist() == [2, 4, 5, 6]
     monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 2)
     assert choose_draft_tokens(counts).tolist() == [2, 4]
     monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 100)
     monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MIN_DRAFT_TOKENS", 6)
-    # Of the tokens that never occur, the one with the lowest id is added.
+    # Among the tokens that never occur, the one with the lowest ID is added.
     assert choose_draft_tokens(counts).tolist() == [0, 1, 2, 4, 5, 6]
 
 
@@ -214,7 +215,7 @@ def test_the_ranks_of_tokens() -> None:
 
 
 def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
-    """A draft of three tokens, computed one row at a time with a list of all rows seen before."""
+    """Draft three tokens one row at a time, with a list of all previous rows."""
     config = {
         "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": 100,
@@ -233,7 +234,7 @@ def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
 
 
 def _one_pass(net: UnrolledEagle, embeddings: mx.array, states: mx.array) -> mx.array:
-    """The head's outputs, before its norm, for a sequence of rows with causal attention."""
+    """Return the head's outputs before its norm, for a sequence of rows with causal attention."""
     outputs: list[mx.array] = []
 
     def keep(normed: mx.array) -> mx.array:

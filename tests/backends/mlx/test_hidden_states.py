@@ -1,4 +1,4 @@
-"""MLX targets log the hidden states between their layers, which heads read."""
+"""MLX targets log the hidden states between layers for heads to read."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class TestBest:
     def test_device_and_host_choose_the_same_tokens(
         self, rows: NDArray[np.float32], params: SamplingParams, seed: int, count: int
     ) -> None:
-        # In single precision, a token at the edge of the nucleus may fall on either side of it.
+        # In single precision, a token at the edge of the nucleus may fall on either side.
         host, device = HostLogits(rows), DeviceLogits(mx.array(rows), [0, 1, 1])
         for row, depth in enumerate((0, 1, 1)):
             wanted, peak = best(host, row, count, params, seed, 10 + depth)

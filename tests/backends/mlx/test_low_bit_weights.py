@@ -161,7 +161,7 @@ def test_an_adapter_still_applies(folder: Path, quantisation: Any) -> None:
 
 
 class TestWindowedDrafts:
-    """Drafts that attend to the first and the last cached tokens only (MagicDec)."""
+    """Drafts that attend only to the first and the last cached tokens (MagicDec)."""
 
     @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
     def test_a_windowed_draft_attends_to_a_constant_number_of_tokens(

@@ -1,4 +1,4 @@
-"""What is told of an MLX model from its metadata is what it then takes."""
+"""The estimate for an MLX model from its metadata matches its actual memory use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_kv_types_and_16_bit_weights(kv_type: str, memory_bytes: int, tmp_path: 
     _check(path, context_tokens=4096, kv_type=kv_type, memory_bytes=memory_bytes)
 
 
-# Fills a context of so many tokens, and prints the most that was held (VmHWM), more than before.
+# Fills a context with the given number of tokens, and prints the increase in peak memory (VmHWM).
 _TOUCHES = """
 import gc, sys
 from pathlib import Path
@@ -121,7 +121,7 @@ print(run(sys.argv[1], int(sys.argv[2])))
 def test_estimate_is_near_the_touched_memory(
     kind: str, config: dict[str, int], tokens: int, tmp_path: Path
 ) -> None:
-    """The compute buffers hold scores, logits, a copy of the largest layer's cache, or a recurrent layer."""
+    """The compute buffers hold scores, logits, the largest layer's cache, or a recurrent layer."""
     path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config={**_LONG, **config})
     told = _told(path, LoadOptions(context_tokens=tokens))
     done = subprocess.run(

@@ -1,10 +1,12 @@
-"""Tests of the MLX model: probe, load options, snapshots and memory."""
+"""Tests of the MLX model: versions, probe, load options, snapshots and memory."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import edgespec
 from edgespec.backends import mlx
 from edgespec.backends.mlx import loading
+from edgespec.backends.mlx.build_info import build_info
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
+from edgespec.errors import (
+    BackendError,
+    BackendMissingError,
+    CapabilityError,
+    MemoryBudgetError,
+    ModelFileError,
+    OptionError,
+)
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
@@ -58,7 +69,7 @@ class TestProbe:
         np.testing.assert_array_equal(row(model, TokenTree.chain(5)), first)
         model.commit(())
         expected = row(model, TokenTree.chain(6))
-        # The cache cannot roll back, so an abandoned step clears it, and no step is prelaunched.
+        # The cache cannot roll back, so an abandoned step clears it, and no step is launched early.
         model.truncate(1)
         assert model.length == 0
         model.run_ahead(True)
@@ -178,7 +189,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
     def test_an_unsupported_quantised_cache_is_rejected(self, tmp_path: Path, kind: str) -> None:
-        # Heads of 16 are too small to share scales; attention sinks have no quantised kernel.
+        # Heads of size 16 are too small to share scales, and attention sinks have no quantised kernel.
         path = write_checkpoint(tmp_path, kind, config={} if kind == "llama" else {"head_dim": 32})
         with raises(OptionError, code="option_not_supported", option="kv_type"):
             mlx.load(str(path), kind, LoadOptions(context_tokens=64, kv_type="q8_0"))
@@ -251,3 +262,44 @@ class TestLoading:
         state: Any = mx.random.state
         mx.export_to_dot(graph := StringIO(), state[0])
         assert "Split" not in graph.getvalue()
+
+
+def test_build_info_does_not_import_mlx_lm() -> None:
+    facts = build_info()
+    assert facts.version.split(".")[0].isdigit()
+    assert facts.lm_version.startswith("0.")
+    assert facts.device.startswith("CPU" if not (facts.metal or facts.cuda) else "GPU")
+
+
+def test_build_info_names_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with raises(BackendMissingError, "mlx-lm"):
+        build_info()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_the_smallest_context(tmp_path: Path, kind: str) -> None:
+    context = 256
+    folder = str(write_checkpoint(tmp_path, kind))
+    with edgespec.load(folder, folder, context=context) as runtime:
+        assert runtime.context_tokens == context
+        said = {}
+        for method in ("none", "model"):
+            stream = runtime.stream_tokens([7] * max(1, context - 3), temperature=0, method=method)
+            for _ in stream:
+                pass
+            said[method] = stream.reply.tokens
+        assert said["model"] == said["none"]
+        assert len(said["none"]) == context - max(1, context - 3) + 1
+
+
+def test_a_tokenizer_that_fails_when_it_is_used(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "x"}))
+    with raises(ModelFileError, "be loaded"):
+        edgespec.load(str(folder))

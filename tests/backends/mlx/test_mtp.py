@@ -162,8 +162,8 @@ def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numb
 def test_the_order_of_the_inputs_is_found_by_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden_first: bool
 ) -> None:
-    # The layers of this target add nothing, so its next token depends on the last token alone. The MTP layer
-    # predicts it only if the embedding reaches the half of the matrix that is not zero.
+    # The layers of this target add nothing, so its next token depends only on the last token. The MTP layer
+    # predicts it only if the embedding is multiplied by the half of the matrix that is not zero.
     folder = write_numbered_mtp_layer(tmp_path / "model", "mimo")
     for file in (folder / "model.safetensors", folder / "mtp.safetensors"):
         tensors = load_file(file)
@@ -172,7 +172,7 @@ def test_the_order_of_the_inputs_is_found_by_a_trial(
                 tensors[name] = np.zeros_like(tensor)
             elif name.endswith("input_proj.weight"):
                 halves = [np.zeros((64, 64), np.float32), np.eye(64, dtype=np.float32)]
-                # Files of MiMo models store the half for the hidden state first.
+                # MiMo files store the half for the hidden state first.
                 tensors[name] = np.concatenate(halves[::-1] if hidden_first else halves, axis=1)
         save_file(tensors, file)
     target, tried = load(folder), []

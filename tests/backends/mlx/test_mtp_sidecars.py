@@ -1,4 +1,4 @@
-"""Models with several MTP layers or quantised ones, as in the files that MTPLX publishes with MLX models."""
+"""Models with several or quantised MTP layers, as in the files that MTPLX publishes with MLX models."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
 from tests.cases import covering, first
 from tests.raising import raises
 
-# A mode of MLX's quantisation, the bits per weight and the group size.
+# An MLX quantisation mode, the bits per weight, and the group size.
 QUANTISATIONS = [("affine", 4, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 TOKENS = (60, 70, 80, 90, 61, 71, 81)
-# The parents of these tokens in a tree, whose nodes are at depths 0 to 4.
+# The parents of these tokens in a tree whose nodes are at depths 0 to 4.
 PARENTS = (-1, 0, 0, 1, 2, 3, 5)
 
 
@@ -50,9 +50,9 @@ def head_of(target: Any) -> EagleHead:
 
 
 def first_with(chained: bool) -> Callable[[Any, Iterable[EagleHead], Path], EagleHead]:
-    """A replacement for `load_most_accurate` that returns the first head with one network, or with several.
+    """Return a replacement for `load_most_accurate` that picks the first head with one or several networks.
 
-    The heads of these tests have random weights, so a trial would return any of them.
+    The heads in these tests have random weights, so a trial could pick any of them.
     """
 
     def choose(_target: Any, choices: Iterable[EagleHead], _folder: Path) -> EagleHead:
@@ -67,7 +67,7 @@ def first_with(chained: bool) -> Callable[[Any, Iterable[EagleHead], Path], Eagl
 
 
 def drafts(folder: Path, chained: bool = False) -> NDArray[np.float64]:
-    """The logits of a head for all nodes of a draft, which is run one level at a time, after five tokens.
+    """Return a head's logits for all nodes of a draft, run one level at a time after five tokens.
 
     The draft is a chain if the target cannot verify trees.
 
@@ -99,7 +99,7 @@ def qwen(folder: Path) -> Path:
 
 
 def qwen35(folder: Path) -> Path:
-    """A model of the family for which most files of this kind are published."""
+    """Write a model of the family for which most files of this kind are published."""
     inner = {**configuration("qwen3_next"), "model_type": "qwen3_5_moe_text"}
     return write_mtp_layer(
         write_checkpoint(folder, "qwen3_next", config={"model_type": "qwen3_5_moe", "text_config": inner})

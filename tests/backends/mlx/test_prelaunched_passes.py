@@ -43,7 +43,7 @@ histories = st.lists(
 
 
 class TestRunAhead:
-    """Prelaunched steps change no result, whatever call comes instead."""
+    """Passes launched early change no result, whichever call follows."""
 
     @pytest.mark.long
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -99,7 +99,7 @@ class TestPipelining:
     @pytest.fixture
     def pair(self, folder: Path) -> Iterator[tuple[Any, Any]]:
         write_checkpoint(folder / "pair target", "llama")
-        # The same model at fewer bits: its drafts are often accepted, but not always.
+        # The draft model is the same model with fewer bits, so its drafts are often accepted, but not always.
         write_checkpoint(folder / "pair draft", "llama", quantisation=("affine", 4, 32))
         target = mlx.load(str(folder / "pair target"), "target", LoadOptions(context_tokens=256))
         draft = mlx.load(str(folder / "pair draft"), "draft", LoadOptions(context_tokens=256))
@@ -175,7 +175,7 @@ class TestPipelining:
 
 
 def count_forwards(model: Any) -> list[int]:
-    """Return a list to which every pass of the model appends its width."""
+    """Return a list to which the model's passes append their widths."""
     runs: list[int] = []
     passes = model._runner
     forward = passes._forward

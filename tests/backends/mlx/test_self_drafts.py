@@ -24,6 +24,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.base import Drafter
+from edgespec.methods.layerskip.drafter import exit_table
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft
@@ -34,7 +35,7 @@ from tests.cases import covering, first
 from tests.raising import raises
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
-# Long enough for the sliding windows of the tiny models to drop rows.
+# The reply is long enough for the tiny models' sliding windows to drop rows.
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -149,7 +150,7 @@ class TestArchitectures:
 
 
 class TestDemo:
-    """Tests with the embedded model, which has 8-bit weights and twelve layers."""
+    """Tests with the bundled demo model, which has 8-bit weights and twelve layers."""
 
     @pytest.fixture(scope="class", params=["auto", pytest.param("q8_0", marks=pytest.mark.long)])
     def demo(self, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -374,7 +375,7 @@ class TestInterrupt:
 
 
 def interrupt_at(cache: Any) -> None:
-    """Raise KeyboardInterrupt right after rows were appended to a cache."""
+    """Raise KeyboardInterrupt right after rows have been appended to a cache."""
     append = cache.update_and_fetch
 
     def stopped(keys: Any, values: Any) -> None:
@@ -386,3 +387,32 @@ def interrupt_at(cache: Any) -> None:
 
 def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
     return model.verify(tree).at(node, np.arange(model.vocabulary.size))
+
+
+class TestExits:
+    def test_measure_exits_finds_the_best_exit_and_leaves_the_cache_unchanged(self) -> None:
+        model: Any = mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=512))
+        text = "The river ran down from the hills and through the old town, where the market was."
+        tokens = model.vocabulary.tokenize(text, special=False, start=True)
+        model.prefill(PROMPT)
+        before = model.snapshot().data
+        agreements, layer_bytes, head_bytes = model.measure_exits(tokens)
+        assert model.snapshot().data == before
+        assert list(agreements) == list(range(1, 12))
+        assert len(layer_bytes) == 12
+        assert min(*layer_bytes, head_bytes) > 0
+        assert sum(layer_bytes) + head_bytes <= model.facts.weight_bytes
+        view = model.self_draft(EarlyExit(4))
+        rows = view.verify(TokenTree.chain(tokens[0], tokens[1:]))
+        early = [rows.top(node, 1)[0][0] for node in range(len(tokens))]
+        rows = model.verify(TokenTree.chain(tokens[0], tokens[1:]))
+        whole = [rows.top(node, 1)[0][0] for node in range(len(tokens))]
+        assert agreements[4] == np.mean(np.array(early) == np.array(whole))
+        model.close()
+
+    def test_the_verdict_for_a_model_not_trained_for_early_exit(self, folder: Path) -> None:
+        model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
+        table = exit_table(*model.measure_exits([(31 * i + 7) % 200 + 3 for i in range(64)]))
+        assert not table.is_faster
+        assert "was not trained for early exit, so it would not be faster here" in table.verdict
+        model.close()

@@ -1,4 +1,4 @@
-"""Training Medusa and Hydra heads: that they learn, and that published heads draft as they were trained."""
+"""Medusa and Hydra heads learn during training, and draft the same after they are published."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def teacher(model: Path) -> MlxTeacher:
 
 
 def trainer_of(teacher: MlxTeacher, method: str) -> MlxHeadTrainer:
-    # The examples are not the batch, of which the initial weights would know everything.
+    # Use examples that are not in the batch, which the initial weights fit perfectly.
     trainer = teacher.head(method).trainer(batch_of(3, 30), np.ones(ROWS, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
     return trainer

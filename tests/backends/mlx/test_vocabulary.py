@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.errors import BackendError, ClosedError, EdgespecError
-from edgespec.methods.model.vocabularies import compare_vocabularies
+from edgespec.methods.model.vocabularies.translation import compare_vocabularies
 from edgespec.model.base import LoadOptions, Vocabulary
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import CHATML, ROWS, TOKENS, write_tokenizer
@@ -82,7 +82,7 @@ def _write_gguf(path: Path, folder: Path, size: int, types: dict[str, str]) -> P
 
 
 def _llama_vocabulary(path: Path) -> tuple[LlamaVocabulary, Any]:
-    """Return llama.cpp's vocabulary of a file without weights, and what to free afterwards."""
+    """Return llama.cpp's vocabulary from a file without weights, and the handle to free afterwards."""
     lib = library()
     params = lib.llama_model_default_params()
     params.vocab_only = True
@@ -110,7 +110,7 @@ def _assert_same_reading(ours: Vocabulary, theirs: Vocabulary, text: str) -> Non
 
 @pytest.fixture(scope="module")
 def demo(demo_target: Path) -> Iterator[tuple[Vocabulary, Vocabulary]]:
-    """Return the vocabulary of the embedded model on MLX and on llama.cpp."""
+    """Return the vocabulary of the bundled model on MLX and on llama.cpp."""
     folder = models_folder() / "demo-mlx"
     theirs = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=256))
     yield _of(folder, 8192, [1, 2]), theirs.vocabulary
@@ -139,7 +139,8 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vocab
     """Return a byte-level vocabulary with all kinds of added tokens and padding, on both backends."""
     folder = write_tokenizer(tmp_path_factory.mktemp("bpe"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Added tokens not marked as special, of which one looks like a control token, and gpt-oss's marks.
+    # Added tokens that are not marked as special, one of which looks like a control token, and gpt-oss's
+    # markers.
     tokenizer.add_tokens([AddedToken("<|looks|>", normalized=False), AddedToken("<think>", normalized=False)])
     tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
     tokenizer.add_special_tokens(["<|channel|>", "<|return|>", "<|call|>", "<|end|>", "<|fim_pad|>", "日"])
@@ -163,7 +164,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vocab
 
 def test_byte_level_tokens_are_the_same(byte_level: tuple[Vocabulary, Vocabulary]) -> None:
     ours, theirs = byte_level
-    # The converter writes "▁" of such tokens as a space; the test's writer does not, so leave that one out.
+    # The converter writes "▁" in such tokens as a space, but the test's writer does not, so skip that one.
     spaces = next(token for token in range(ours.size) if theirs.raw_piece(token) == "▁▁".encode())
     assert ours.raw_piece(spaces) == b"  "
     for token in range(ours.size):

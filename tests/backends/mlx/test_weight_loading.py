@@ -39,7 +39,7 @@ def _open(path: Path, progress: Any = None, **options: Any) -> LoadedMlxModel:
 
 
 def _in_a_thread(work: Callable[[], Any]) -> Any:
-    """Run `work` in another thread. MLX evaluates an array only in its own thread, so lazy arrays raise."""
+    """Run `work` in another thread, where evaluating a lazy array would raise an error."""
     done: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Writes tiny MLX models with random weights, for every kind of cache in mlx-lm."""
+"""Write tiny MLX models with random weights, for every kind of cache in mlx-lm."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def write_checkpoint(
     quantisation: tuple[str, int, int] | tuple[str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model with its tokenizer. `quantisation`: a mode, or a mode, bits and group size.
+    """Write a model with its tokenizer. `quantisation` is a mode, or a tuple of mode, bits and group size.
 
     `config` changes values of the kind's configuration.
     """
@@ -262,7 +262,7 @@ def write_checkpoint(
 
 
 def _lively(model: Any, seed: int) -> list[tuple[str, mx.array]]:
-    """Return weights with which every layer matters and logits differ by a few units."""
+    """Return weights for which every layer matters, and logits differ by a few units."""
     key = mx.random.key(seed)
     tied = sum(weight.shape[0] == ROWS for _, weight in _arrays(model)) == 1
     weights = []
@@ -270,14 +270,14 @@ def _lively(model: Any, seed: int) -> list[tuple[str, mx.array]]:
         key, here = mx.random.split(key)
         noise = mx.random.normal(weight.shape, key=here)
         if weight.ndim < 2 or name.endswith("A_log"):
-            # With a tied head, small layer outputs would always predict the input token again.
+            # With a tied output layer, small layer outputs would always predict the input token again.
             louder = 20 if tied and "post_" in name else 0
             weights.append((name, weight + louder + 0.1 * noise))
             continue
         fan_in = weight.size // weight.shape[0] if "conv" in name else weight.shape[-1]
         scaled = noise * 2 / fan_in**0.5
         if weight.shape[0] == ROWS:
-            # Rows of zeros never give the largest logit, so no reply ends early or contains padding.
+            # Zero rows never give the largest logit, so no reply ends early or contains padding.
             drawn = [i < TOKENS and i not in (_START - 1, _END) for i in range(ROWS)]
             scaled = 2 * scaled * mx.array(drawn)[:, None]
         weights.append((name, scaled))

@@ -1,4 +1,4 @@
-"""Fixtures: tiny targets with MTP layers, which the tests of a file share."""
+"""Fixtures: tiny targets with MTP layers, shared by the tests in a file."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ CONTEXT = 512
 
 
 class Files:
-    """A target with MTP layers, and another file with these layers alone."""
+    """A target with MTP layers, and another file that contains only these layers."""
 
     def __init__(self, folder: Path, architecture: str, mtp_layers: int = 1) -> None:
         self.target = write_mtp_model(folder / "target.gguf", architecture, mtp_layers=mtp_layers)
-        # It would be found by itself if it lay beside the target and were called `mtp-target.gguf`.
+        # It would be found automatically if it were next to the target and named `mtp-target.gguf`.
         self.sidecar = write_mtp_sidecar(folder / "layers.gguf", self.target)
 
     def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:

@@ -71,7 +71,7 @@ def rms_normed(states: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def mixed(path: Path, streams: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The hidden state that a model with hyper-connections mixes from its residual streams."""
+    """Return the hidden state that a model with hyper-connections mixes from its residual streams."""
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
     matrix, base, scale = (tensors[f"output_hc_{part}.weight"] for part in ("fn", "base", "scale"))
     weights = 1 / (1 + np.exp(-(rms_normed(streams) @ matrix.T * scale + base)))
@@ -82,7 +82,7 @@ def mixed(path: Path, streams: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @pytest.mark.long
 def test_heads_read_the_states_that_llama_cpp_defines(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
+    """They equal the final-norm tensor of a pass, either directly or after the norm is applied."""
     graph = read_mtp_layers(files.target).graph
     read = logged(files, *graph.states_read(2))
     monkeypatch.setattr(state_taps, "nextn_api", lambda: None)

@@ -1,4 +1,4 @@
-"""Files with MTP layers: what is refused, what is planned, and damaged layers change no reply."""
+"""Files with MTP layers: which are rejected, how memory is planned, and that damage changes no reply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.backends.tiny_mtp_models import SHAPES, write_mtp_model, write_mtp_si
 from tests.cases import first
 from tests.raising import raises
 
-# The metadata before the vocabulary, and the names and shapes of the tensors, lie within this many bytes.
+# The metadata before the vocabulary, and the tensor names and shapes, are within this many bytes.
 _HEADER_BYTES = 12_000
 # Models with experts, with windows and with a recurrent state. `-m long` also tests the others.
 KINDS = first(("glm4moe", "mimo2", "qwen35", *sorted(SHAPES.keys() - {"glm4moe", "mimo2", "qwen35"})), 3)
@@ -39,7 +39,7 @@ def test_a_target_loaded_without_its_layers_does_not_draft_with_them(glm: Files)
 
 
 def without(path: Path, model: Path, *names: str) -> Path:
-    """A copy of a GGUF file without the tensors whose names end like this."""
+    """Return a copy of a GGUF file without the tensors whose names have these suffixes."""
     reader = gguf.GGUFReader(model)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -58,7 +58,7 @@ def without(path: Path, model: Path, *names: str) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("files", KINDS, indirect=True)
 def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, files: Files) -> None:
-    """Many converters remove the layers, but leave their number in the metadata."""
+    """Many converters remove the layers but keep their number in the metadata."""
     layer = tuple(name for name in tensor_names(files.target) if name.startswith("blk.2."))
     path = without(tmp_path / "target.gguf", files.target, *layer)
     with raises(CapabilityError, code="mtp_missing"):
@@ -173,7 +173,7 @@ def test_a_truncated_file_is_refused(target: LanguageModel, glm: Files, tmp_path
 
 
 def damaged(path: Path, value: float) -> Path:
-    """Write this value to all weights of the matrix that joins embeddings and hidden states."""
+    """Set all weights of the matrix that combines embeddings and hidden states to this value."""
     reader = gguf.GGUFReader(path, "r+")
     next(tensor for tensor in reader.tensors if "eh_proj" in tensor.name).data[:] = value
     reader.data.flush()

@@ -1,4 +1,4 @@
-"""Replies with tool calls as models of many families write them, and texts from their chat templates."""
+"""Replies with tool calls from many model families, and strings from their chat templates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Family:
     """A family of models.
 
     Attributes:
-        template: Texts from the chat template.
+        template: Strings from the chat template.
         call: A reply with one call of `get_weather` with `ARGUMENTS`.
         calls: A reply with text, the same call, and a call of `now` without arguments.
     """

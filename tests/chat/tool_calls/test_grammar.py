@@ -1,4 +1,4 @@
-"""Grammars of tool calls: whatever they allow is parsed as valid calls."""
+"""Everything that the tool-call grammars allow is parsed as valid calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parse(form: CallForm, reply: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def random_reply(grammar: str, seed: int) -> str:
-    """Return a random text that the grammar allows, which is rarely long."""
+    """Return a random text that the grammar allows. It is rarely long."""
     walk, choose = matcher(grammar), random.Random(seed)
     reply = bytearray()
     while not walk.is_stopped():
@@ -109,7 +109,7 @@ def test_a_required_call_is_always_parsed_and_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_required_call_looks_as_the_model_writes_it(name: str) -> None:
-    """The grammar allows what the chat templates of the family write for an earlier call."""
+    """The grammar allows the text that the family's chat templates write for an earlier call."""
     schemas: dict[str, Mapping[str, Any]] = {"get_weather": {"type": "object"}}
     if name not in JSON_FAMILIES:
         string, integer = {"type": "string"}, {"type": "integer"}
@@ -170,7 +170,7 @@ ANSWERS = ('{"name": "Ada"}', '{"name": "add", "age": 36}')
 
 
 def answers(name: str, option: str = "schema", text: str = json.dumps(ANSWER)) -> str:
-    """Return the grammar of the calls or answers of a family of models."""
+    """Return the grammar that allows a family's calls or an answer."""
     return answer_grammar(FORMS[name], TOOLS, as_expression(option, text), no_control_tokens)
 
 

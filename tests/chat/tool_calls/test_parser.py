@@ -1,4 +1,4 @@
-"""Parsing tool calls: all families, any division into parts, and text that only looks like a call."""
+"""Parsing tool calls: all families, any split into chunks, and text that only looks like a call."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_reply_that_ends_within_the_call_keeps_its_beginning(name: str) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_cut_is_a_prefix(name: str) -> None:
-    """A longer reply never changes a reported call, and text is only what no call used."""
+    """A longer reply never changes a reported call, and shows only text that no call used."""
     reply = FAMILIES[name].calls
     for shorter, longer in pairwise(parse(FORMS[name], reply[:end])[1] for end in range(len(reply) + 1)):
         assert len(shorter) <= len(longer)
@@ -305,7 +305,7 @@ def test_models_mark_which_values_are_text() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_in_json_contains_no_calls(name: str) -> None:
-    """If a reply is calls or an answer, text within the answer is never a call, however it streams."""
+    """If a reply is either calls or an answer, text within the answer is never a call."""
     call = FAMILIES[name].call
     answers = (
         json.dumps({"text": f"{call} <tool_call>"}),

@@ -28,7 +28,7 @@ CONVERSATION = as_messages(
         {"role": "tool", "tool_call_id": "call_12345", "content": "Sunny"},
     ]
 )
-# Short templates that write calls as the published templates of these models do.
+# Short templates that write calls like these models' published templates.
 QWEN_3 = """
 {%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
 {%- for m in messages %}
@@ -65,7 +65,7 @@ MISTRAL = """
         {%- endfor %}
     {%- else %}{{ m.content }}{% endif %}
 {%- endfor %}"""
-# It concatenates the arguments as text, and recognises calls by the missing content.
+# It concatenates the arguments as text, and recognises calls by their missing content.
 DEEPSEEK_R1 = """
 {%- for m in messages %}
     {%- if m['role'] == 'assistant' and m['content'] is none %}

@@ -1,4 +1,4 @@
-"""Tools, choices and arguments in the forms of other APIs and languages mean the same as in OpenAI's."""
+"""Tools, choices and arguments in other APIs' and languages' formats mean the same as in OpenAI's."""
 
 from __future__ import annotations
 

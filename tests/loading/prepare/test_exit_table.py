@@ -19,7 +19,7 @@ def free(_: int) -> float:
 
 class TestExpectedSpeedUp:
     def test_an_example_computed_by_hand(self) -> None:
-        """One of five layers always agrees: a draft reads 15 of 55 bytes, the verify pass the other 45."""
+        """One of five layers always agrees. A draft reads 15 of 55 bytes, and the verify pass the rest."""
         only = exit_table({1: 1.0}, LAYERS, HEAD, free).best
         assert only.exit_layer == 1
         assert only.cost == pytest.approx(15 / 55)
@@ -53,7 +53,7 @@ class TestExpectedSpeedUp:
         assert table.is_faster == (table.best.speed_up > 1.0)
 
     def test_wide_passes_are_not_assumed_to_be_expensive(self) -> None:
-        """With a measured target step only, a pass is not assumed to cost one step per row."""
+        """If only a target step was measured, a pass is not assumed to cost one step per row."""
         agreements = {2: 0.8}
         assert exit_table(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).is_faster
         assert (
@@ -93,7 +93,7 @@ def test_best_draft_length_equals_exhaustive_search(agreement: float, costs: lis
 
 
 def test_a_longer_draft_wins_if_the_cost_is_not_monotone() -> None:
-    """Passes of 2 and 3 rows are slower than plain decoding, and one of 4 rows is faster."""
+    """Passes of 2 and 3 rows are slower than plain decoding, but one of 4 rows is faster."""
     costs = {1: 1.88, 2: 2.49, 3: 1.57, 4: 2.63}
     length, speed_up = best_draft_length(0.7, costs.__getitem__, 4)
     assert length == 3

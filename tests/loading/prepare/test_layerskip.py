@@ -200,7 +200,8 @@ class TestInterruptions:
         assert not list(store_folder().rglob("*.partial"))
 
 
-# Each part and each damage. All files are checked alike, so `-m long` tries the other pairs.
+# Each part and each kind of damage. All files are checked in the same way, so `-m long` tests the other
+# pairs.
 DAMAGES = {
     (LOWER, "cut"),
     (LOWER_FIRST, "changed"),

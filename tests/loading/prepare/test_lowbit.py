@@ -1,4 +1,4 @@
-"""Low-bit copies are made once, checked, and rejected where they would not help."""
+"""Low-bit copies are made once, checked, and rejected if they would not help."""
 
 from __future__ import annotations
 

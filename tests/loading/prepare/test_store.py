@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 
 class Writer:
-    """Writes two files and counts calls; raises an error before the file `stop_at`."""
+    """Writes two files and counts calls. Raises an error before writing the file `stop_at`."""
 
     def __init__(self, stop_at: str = "", error: BaseException | None = None) -> None:
         self.written: list[str] = []

@@ -8,14 +8,16 @@ from typing import Any
 
 from edgespec import Reply, Runtime
 from edgespec.decode.drafter_set import DrafterSet
-from edgespec.memory.prefix_cache import HeadState, PrefixCache, PrefixCacheDisk, ReuseCosts
+from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
+from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from edgespec.model.base import LanguageModel
 
 PLENTY = 1 << 30
 
 
 class Always(ReuseCosts):
-    """Reuse costs by which every reuse saves time, so that no test depends on the machine's speed."""
+    """Reuse costs under which every reuse saves time, so that no test depends on the machine's speed."""
 
     def __init__(self) -> None:
         super().__init__(1e-3)
@@ -35,7 +37,7 @@ def keeper(
     max_copied_bytes: int | None = None,
     heads: Sequence[HeadState] = (),
 ) -> PrefixCache:
-    """Create a prefix cache for a model, on disk too if a folder is given."""
+    """Create a prefix cache for a model, which also uses the disk if a folder is given."""
     disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
     return PrefixCache(
         model,

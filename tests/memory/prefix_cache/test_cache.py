@@ -1,4 +1,4 @@
-"""Tests of the prefix cache: replies stay the same, prefill reads only new tokens, and limits hold."""
+"""The prefix cache: replies stay the same, prefill processes only new tokens, and limits hold."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from edgespec.decode.drafter_set import DrafterSet
 from edgespec.decode.session import SessionModels
 from edgespec.errors import BackendError
 from edgespec.memory.constants import PREFILL_SPEEDUP
-from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
+from edgespec.memory.prefix_cache.cache import PrefixCache
+from edgespec.memory.prefix_cache.disk import delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Segment
+from edgespec.memory.prefix_cache.store import ReuseCosts, default_memory_bytes
 from edgespec.model.base import LanguageModel, Progress, Snapshot
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.memory.prefix_cache.helpers import ask, keeper, keeping
@@ -55,7 +57,7 @@ acts = st.lists(
 )
 
 
-# What is written comes to be in pieces that are read whole where a text is gone on with.
+# Generated text gets cached in segments, which are processed in full when a text is continued.
 OVER_PIECES = [Act(chat, "go on", 12) for chat in (1, 1, 2, 1, 2)]
 OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
 
@@ -73,7 +75,7 @@ OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
 def test_every_reply_equals_that_of_a_fresh_run(
     make: str, history: list[Act], max_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
 ) -> None:
-    """The KV cache is compared too, because most of these models predict from their last tokens alone."""
+    """The KV cache is compared too, because most of these models predict from their last tokens only."""
     plain = Runtime(inner := MADE[make](), None, DrafterSet(inner))
     texts = [[0], SYSTEM[:60], SYSTEM, SYSTEM + words(1, 90), words(2, 5), words(3, 200)]
     if make == "rounds":
@@ -115,7 +117,7 @@ def test_every_reply_equals_that_of_a_fresh_run(
 class Rounding(TabularModel):
     """A model whose output depends on the widths of all its prefill passes, as with quantised kernels.
 
-    Its cache holds the token id plus `_MARKS` times a checksum of the tokens and pass widths before it.
+    Each cache entry is the token id plus `_MARKS` times a checksum of the preceding tokens and pass widths.
     """
 
     _MARKS = 16
@@ -163,7 +165,7 @@ def held(runtime: Runtime) -> list[int]:
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_prefill_reads_only_new_tokens(folder: bool, tmp_path: Path) -> None:
-    """Four interleaved chats share a system prompt. Prefill reads it once, and then only new tokens."""
+    """Four interleaved chats share a system prompt. It is prefilled once, followed only by new tokens."""
     chats = [list(chat) for chat in CHATS]
     with keeping(table(1), tmp_path if folder else None, max_bytes=0 if folder else 1 << 20) as runtime:
         known: list[list[int]] = []
@@ -199,7 +201,7 @@ def test_a_shared_prefix_is_stored_once() -> None:
 def test_recurrent_states_are_saved_at_branch_points() -> None:
     with keeping(replayed_table(StateModel(1, context_tokens=4096))) as runtime:
         replies = [ask(runtime, chat, max_tokens=5, seed=1) for chat in CHATS]
-        # The second text shows where they part, the third one gains by it.
+        # The second text shows where the prompts diverge, and the third one benefits.
         assert [reply.stats.cached_prompt_tokens for reply in replies] == [0, 0, len(SYSTEM), len(SYSTEM)]
         said = [*CHATS[0], *replies[0].tokens]
         again = ask(runtime, [*said, *words(5, 20)], max_tokens=5, seed=1)
@@ -381,7 +383,7 @@ def test_the_default_size_limit_is_at_most_eight_kv_caches() -> None:
 
 
 def test_clearing_discards_the_open_prompt_too(tmp_path: Path) -> None:
-    """After a user deletes the open chat, closing the program must not write it to disk."""
+    """If the user deletes the open chat, closing the program must not write the chat to disk."""
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         ask(runtime, CHATS[1], max_tokens=5)

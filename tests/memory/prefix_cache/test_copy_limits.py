@@ -10,7 +10,7 @@ import pytest
 
 from edgespec import Runtime
 from edgespec.decode.drafter_set import DrafterSet
-from edgespec.memory.prefix_cache import PrefixCache
+from edgespec.memory.prefix_cache.cache import PrefixCache
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.model.base import LanguageModel, Snapshot
 from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
@@ -51,7 +51,7 @@ def test_long_prompts_are_stored_as_several_segments(
             reply = ask(runtime, [*chat, 1], max_tokens=1)
             assert reply.stats.cached_prompt_tokens >= len(chat) - 1
         assert 100 < max(sizes) <= 303
-        # What it is made of is not copied again each time that it grows.
+        # The existing parts are not copied again each time the text grows.
         assert sum(sizes) < 2 * 3 * len(chat)
 
 
@@ -119,7 +119,7 @@ def test_without_room_for_a_copy_nothing_is_cached() -> None:
     kept = PrefixCache(model, 1 << 20, reuse_costs=Always(), max_copied_bytes=0)
     with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
-        # A table's memory takes nothing, so that tokens have no size before there is one of another.
+        # A table model uses no memory, so tokens have no size until a token with a size is added.
         kept.store.tree.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
         ask(runtime, CHATS[1], max_tokens=5)
         assert runtime.memory().prefix_cache.memory_bytes == 0

@@ -23,7 +23,8 @@ def test_a_day_of_chats_has_correct_replies_and_reuses_prefixes(options: tuple[s
     assert results["different"] == 0
     assert results["max_memory_bytes"] <= results["memory_limit_bytes"]
     assert results["hits"] > 0
-    # Short segments and the last tokens of replies are not cached, because prefill is faster than copying.
+    # Short segments and the last tokens of replies are not cached, because prefilling them is faster than
+    # copying.
     new, prefilled = results["new_tokens"], results["prefilled_tokens"]
     assert new <= prefilled <= new + results["prompt_tokens"] // 4
 

@@ -1,4 +1,4 @@
-"""Tests of the prefix cache on disk: damaged files are ignored, the quota holds, and clearing removes all.
+"""The prefix cache on disk: damaged files are ignored, the quota holds, and clearing removes everything.
 
 Files with forged headers are ignored without an error.
 """
@@ -21,8 +21,14 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.memory.prefix_cache import default_disk_bytes, delete_cached_prefixes
-from edgespec.memory.prefix_cache.disk import _MAGIC, _SIZES, PrefixCacheDisk, read_header
+from edgespec.memory.prefix_cache.disk import (
+    _MAGIC,
+    _SIZES,
+    PrefixCacheDisk,
+    default_disk_bytes,
+    delete_cached_prefixes,
+    read_header,
+)
 from edgespec.memory.prefix_cache.segments import Tokens, name_of, tokens_digest
 from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
 from edgespec.model.base import Snapshot
@@ -211,7 +217,7 @@ def test_cleared_segments_are_not_written_again(tmp_path: Path) -> None:
 def test_a_kill_while_clearing_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later writer could not tell that a temporary file beside the marker has no owner."""
+    """A later writer could not tell that a temporary file next to the marker has no owner."""
     made: list[object] = []
     for name, forget in (("kept", delete_cached_prefixes), ("chats", delete_saved_replies)):
         with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
@@ -227,7 +233,7 @@ def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_permissions_is_empty(tmp_path: Path) -> None:
-    """With another user's folder the model loads, and reports that nothing is cached."""
+    """With another user's folder, the model loads, and reports that nothing is cached."""
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / ("x" * 300))
     assert disk.list_segments() == []
     assert disk.used_bytes() == 0

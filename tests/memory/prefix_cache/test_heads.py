@@ -1,4 +1,4 @@
-"""Heads go on drafting after a prefix was restored, also in a later process, and never change a reply."""
+"""Heads keep drafting after a prefix is restored, even in a later process, and never change a reply."""
 
 from __future__ import annotations
 

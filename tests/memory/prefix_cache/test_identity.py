@@ -1,4 +1,4 @@
-"""Prefixes are not reused by a model whose KV cache has another format."""
+"""A model whose KV cache has another format does not reuse prefixes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.memory.prefix_cache import ReuseCosts
 from edgespec.memory.prefix_cache.disk import prefix_cache_folder
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from tests.backends.tiny_models import write_llama
 from tests.memory.prefix_cache.helpers import ask
 
@@ -29,7 +29,7 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def said(
     path: str, context: int, *, prefix_cache: str = "disk", **others: Any
 ) -> tuple[int, tuple[int, ...]]:
-    """Load the model for one reply. Return the prompt tokens from the prefix cache and the reply's tokens."""
+    """Load the model for one reply. Return the number of cached prompt tokens, and the reply's tokens."""
     with edgespec.load(path, context=context, prefix_cache=prefix_cache, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
         return runtime.memory().prefix_cache.reused_tokens, tokens
@@ -69,7 +69,7 @@ def test_context_lengths_share_prefixes(tmp_path: Path) -> None:
 def test_thread_counts_do_not_change_replies_after_a_cached_prefix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --threads, the number of threads depends on the cores that the process may use."""
+    """Without --threads, the number of threads depends on the cores available to the process."""
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path, 512, threads=None, kv_type="f16")
     for threads in (2, 1):

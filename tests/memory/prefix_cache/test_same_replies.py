@@ -1,4 +1,4 @@
-"""Replies of real models after a prefix cache hit are those of a fresh run, from memory and from disk."""
+"""After a prefix cache hit, replies of real models equal those of a fresh run, from memory and from disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import edgespec
 from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.memory.prefix_cache import ReuseCosts
+from edgespec.memory.prefix_cache.store import ReuseCosts
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
@@ -183,7 +183,7 @@ def test_chats_with_default_options_reuse_prefixes(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("always")
 def test_a_continued_chat_is_not_prefilled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled replies do not always tokenize to the tokens that were drawn."""
+    """Retokenizing a sampled reply does not always give the tokens that were sampled."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     load = partial(edgespec.load, "demo", "none", prefix_cache="disk", threads=1, context=1024)
     with load() as runtime:

@@ -107,7 +107,7 @@ class TestLiveCostsPerReplyCount:
 
 @dataclass(frozen=True)
 class Round:
-    """One round: its start, true and estimated duration of a target step, duration, tokens and width."""
+    """One round: start, actual and estimated target step duration, round duration, tokens and width."""
 
     moment: float
     plain: float
@@ -118,9 +118,10 @@ class Round:
 
 
 class Shared(World):
-    """A machine that several replies share; `replies` lists their number from given moments on.
+    """A machine shared by several replies. `replies` lists their number from given times on.
 
-    With n of them a plain step takes n times as long, and the rows of a pass are no longer nearly free.
+    With n replies, a target step takes n times as long, and additional rows of a pass are no longer almost
+    free.
     """
 
     def __init__(self, replies: list[tuple[float, int]]) -> None:
@@ -151,7 +152,7 @@ class Shared(World):
 def rounds(
     replies: list[tuple[float, int]], rate: float, length: int = 500, *, told: bool = True
 ) -> list[Round]:
-    """Return the rounds of a reply under a load; with `told`, the controller counts the replies."""
+    """Return a reply's rounds under a load. If `told` is set, the controller knows the reply count."""
     world = Shared(replies)
     world.guard = make_controller(world, count_replies=world.replies_now if told else lambda: 1)
     world.reply(world.guard, stationary(rate, length, 1))
@@ -195,7 +196,7 @@ def test_counting_replies_makes_replies_faster_if_many_drafts_fail(rate: float, 
 )
 @example([(1.0, 2), (294.0, 3), (356.0, 6)], 0.05)
 def test_loss_limit_holds_under_changing_load(replies: list[tuple[float, int]], rate: float) -> None:
-    """Measured in the slowest target step. A pass takes longer than expected if a reply begins during it."""
+    """Slowdown is measured in the slowest target step. A reply that starts mid-pass slows the pass down."""
     lost, tokens, dearest = 0.0, 0, 1.0
     for each in rounds(replies, rate, 200):
         dearest = max(dearest, each.plain)

@@ -1,6 +1,6 @@
-"""Several drafters at once: the same tokens, exact laws, and hardly ever slower than the better of them.
+"""Several drafters at once: same tokens, exact distributions, and rarely slower than the best one.
 
-Merged trees contain every path. Tokens that a drafter chose are distinguished from those that a constraint
+Merged trees contain every path. Tokens chosen by a drafter are distinguished from those that a constraint
 determines.
 """
 
@@ -33,13 +33,14 @@ from tests.tables import VOCAB, Saying, near, table, with_drafter
 
 WORDS = 50
 LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
-# Root 9, forced 1, then chosen 2 and 3 side by side. After 2, 4 and 5 are forced and 6 is chosen.
+# The root is 9, followed by the forced token 1 and the chosen siblings 2 and 3. After 2, tokens 4 and 5 are
+# forced, and 6 is chosen.
 TREE = TokenTree((9, 1, 2, 3, 4, 5, 6), (-1, 0, 1, 1, 2, 4, 5), (None,) * 7)
 DRAFT = ForcedDraft(TREE, frozenset({1, 4, 5}))
 
 
 class Simulation:
-    """A target that generates a given text with passes of v(width) seconds, and drafters of parts of it."""
+    """A target that generates a given text in passes of v(width) seconds, and drafters of its parts."""
 
     def __init__(self, text: list[int], curve: CostFunction) -> None:
         self.text = text
@@ -63,7 +64,7 @@ class Simulation:
         self._length += 1 + len(path)
 
     def drafter(self, right: list[bool], cost: float = 0.0) -> Saying:
-        """Return a drafter that is right where `right` is true; a `cost` of 0 seconds a level is a lookup."""
+        """Return a drafter that is right where `right` is true. With a `cost` of 0, it acts as a lookup."""
 
         def say(tokens: list[int], draft_length: int) -> list[int]:
             self.seconds += cost * draft_length
@@ -99,7 +100,7 @@ class Simulation:
 
 
 def mixed(random: np.random.Generator, rates: list[float], length: int) -> list[bool]:
-    """Return stretches of text with a drafter's acceptance rate in each."""
+    """Return sections of text, each with its own acceptance rate of the drafter."""
     return [bool(random.random() < rates[at * len(rates) // length]) for at in range(length)]
 
 
@@ -121,7 +122,7 @@ TEXTS = {
 def test_combination_is_about_as_fast_as_the_better_drafter(
     kind: str, limits: PassLimits, costs: tuple[float, float]
 ) -> None:
-    """Within 3 % after one reply, for any text and any cost of drafts and rows."""
+    """The difference is at most 3 % after one reply, for any text and any costs of drafts and rows."""
     cost, rise = costs
     ratios = []
     for seed in range(2):
@@ -166,7 +167,7 @@ def test_drafts_of_all_drafters_are_verified_in_one_pass() -> None:
 
 
 def test_a_model_that_drafted_nothing_is_asked_again_for_a_longer_draft() -> None:
-    """A new model may find that one token does not pay, but three do."""
+    """A new model may learn that drafting one token does not help, but drafting three does."""
     model = Saying(lambda tokens, length: [1, 2, 3] if length >= 3 else [])
     model.is_lookup, model.chooses_length = False, True
     alone = CombinedDrafter([model])
@@ -213,7 +214,7 @@ class Lookup(FixedGuess):
 
 
 class TestExactDistributions:
-    """Whether a draft is asked for or pruned must not depend on the tokens that were drawn."""
+    """Whether a draft is requested or pruned must not depend on the sampled tokens."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])

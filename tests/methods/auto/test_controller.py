@@ -1,4 +1,4 @@
-"""The loss limit on a simulated clock, against an adversary who chooses replies and costs."""
+"""The loss limit on a simulated clock, with adversarial replies and costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CURVES = st.sampled_from([machine.curve for machine in MACHINES]) | st.lists(
 
 @st.composite
 def texts(draw: st.DrawFn) -> Text:
-    """Return a reply in stretches with adversarial acceptance and confidence."""
+    """Draw a reply with sections of adversarial acceptance and confidence."""
     columns: list[list[float]] = [[], [], [], []]
     for _ in range(draw(st.integers(1, 6))):
         length = draw(st.integers(1, 60))
@@ -39,9 +39,10 @@ def texts(draw: st.DrawFn) -> Text:
 
 
 class Adversary(World):
-    """A world whose drafts and wide passes have adversarial costs; target steps cost one.
+    """A world whose drafts and wide passes have adversarial costs. A target step costs 1.
 
-    dearest: the most that one round cost beyond a plain step, and a draft's reading at a time.
+    Attributes:
+        dearest: Maximum costs beyond a target step: of one round, and of the draft model's prefill at a time.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ def test_a_draft_that_took_the_whole_allowance_is_not_verified() -> None:
     assert drafter._cut(draft, 0.0).drafted == 0
     assert drafter._cut(draft, 0.6).drafted == 1
     assert drafter._cut(draft, 1.1).drafted == 2
-    # Which sampled tokens are dropped would depend on what was sampled.
+    # Which sampled tokens are dropped would depend on the sampled values.
     sampled = TokenTree.chain(1, (2,), (Distribution(np.array([2]), np.array([1.0])),))
     assert drafter._cut(sampled, 0.0).drafted == 1
 
@@ -134,7 +135,7 @@ def test_loss_limit_is_missed_by_one_round_at_most_with_adversarial_costs(
 
 
 class LinkWorld(World):
-    """A world whose target is on workers: a pass of another width than the last one costs more."""
+    """A world whose target is on workers, so changing the pass width has a cost."""
 
     _last_width = 0
 

@@ -21,7 +21,7 @@ from tests.tables import Saying
 
 
 class Reply:
-    """A reply under the controller on its own clock; wide passes take `wide` target steps."""
+    """A reply under the controller, on its own clock. Wide passes take `wide` target steps."""
 
     def __init__(self, guesses_at: int, *, wide: float, right: bool, plain_seconds: float = 1.0) -> None:
         self.now = 0.0

@@ -10,7 +10,7 @@ from edgespec.methods.auto.model_selection import RoundEstimate
 from edgespec.methods.costs.curve import CostCurve, PassLimits
 
 CURVE = CostCurve((1, 2, 3, 4, 5, 8), (1.0, 1.5, 2.4, 1.7, 2.5, 3.0))
-# Level by level the chance that the text is still in a draft: it never rises.
+# For each level, the probability that the text is still in the draft. It never increases.
 CHANCES = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda chances: sorted(chances, reverse=True))
 COSTS = st.floats(0.0, 3.0)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgespec.methods.auto.explanation import DraftingStatus
 
-# A large target in the middle of a reply, and nothing guessed yet.
+# A large target in the middle of a reply, with nothing drafted yet.
 START = DraftingStatus(
     name="model+suffix",
     is_drafting=False,

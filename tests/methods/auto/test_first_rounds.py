@@ -1,4 +1,4 @@
-"""Draft lengths in the first rounds of a reply, and pauses where drafts are unaffordable."""
+"""Draft lengths in the first rounds of a reply, and pauses while drafts are unaffordable."""
 
 from __future__ import annotations
 

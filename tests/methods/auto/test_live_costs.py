@@ -68,7 +68,7 @@ def test_slow_wide_passes_need_one_target_step() -> None:
     assert costs.needs_target_step
     costs.record_pass(1, 0.2)
     assert costs.target_step_seconds == pytest.approx(0.2, rel=0.02)
-    # It was the machine: a pass of four rows costs as many plain steps as before.
+    # The machine became slower, so a pass of four rows costs as many target steps as before.
     assert costs.v(4) == pytest.approx(2.0, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""The loss limit holds whatever is accepted and whatever passes cost, also after the load changes."""
+"""The loss limit holds whatever is accepted and whatever passes cost, even if the load changes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker, WorstCaseCosts
 from edgespec.methods.costs.curve import CostCurve
 
-# A round that an adversary chose: what a plain step takes now; the worst a round that drafts may take, and
-# what it took of that; tokens that came out; what else was spent that plain decoding would not have.
+# A round chosen by an adversary: the current duration of a target step, the maximum and the actual duration
+# of a drafting round, the number of emitted tokens, and other time that plain decoding would not have spent.
 ROUNDS = st.lists(
     st.tuples(
         st.floats(0.001, 2.0),
@@ -29,7 +29,7 @@ ALLOWANCE_STEPS, LEVEL_STEPS = 1.0, 0.1
 
 
 def allows(loss_tracker: LossTracker, worst_seconds: float, plain_seconds: float = 1.0) -> bool:
-    """Return whether a round may begin that takes at most `worst_seconds` and emits a token or more."""
+    """Return whether a round may begin that takes at most `worst_seconds` and emits at least one token."""
     return worst_seconds - plain_seconds <= loss_tracker.allowance_seconds(plain_seconds)
 
 
@@ -64,7 +64,7 @@ def test_limit_holds_for_any_rounds(
 def test_limit_holds_while_the_step_duration_drifts(
     rounds: list[tuple[float, float, float, int, float, bool]], limits: LossLimits
 ) -> None:
-    """Time beyond plain decoding never exceeds the limit at the slowest target step."""
+    """Extra time over plain decoding never exceeds the limit in terms of the slowest target step."""
     loss_tracker = LossTracker(limits)
     lost, dearest = 0.0, 0.0
     for plain_seconds, worst, share, emitted, _, wants in rounds:
@@ -120,7 +120,7 @@ def test_draft_rounds_are_counted_per_reply() -> None:
 
 
 def test_speed_up_stays_right_when_target_steps_become_faster() -> None:
-    """A machine that becomes idle halves the target step. Earlier savings keep the value they had."""
+    """On a machine that becomes idle, target steps take half as long. Earlier savings keep their value."""
     loss_tracker = LossTracker()
     assert loss_tracker.speed_up(1.0) == 1.0
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Statistics are restored in a later run, and damaged ones are rejected."""
+"""Statistics are restored in a later run, and damaged ones are ignored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_controller(world: World, key: str = "key") -> AutoController:
 
 @pytest.mark.parametrize("rate", [0.05, 0.9])
 def test_a_later_run_starts_from_the_statistics(rate: float) -> None:
-    """Useful drafters draft at once, and useless ones cost nothing again."""
+    """Useful drafters draft immediately, and useless ones cost nothing again."""
     trace = stationary(rate, 120, 0)
     first, again = World(MACHINES[0]), World(MACHINES[0])
     one = make_controller(first)

@@ -1,4 +1,4 @@
-"""`auto` finds the best of several draft models and heads, and keeps the loss limit with all of them."""
+"""`auto` finds the best of several draft models and heads, and stays within the loss limit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from scripts.simulation import (
 
 M4 = MACHINES[0]
 CPU = MACHINES[4]
-# A head is cheap and has little to catch up with. A second draft model is large and usually right.
+# A head is cheap and has little to catch up on. The second draft model is large and usually right.
 HEAD, LARGE = SimulatedModel("head", 0.04, 0.002), SimulatedModel("large", 0.25, 0.04)
 
 
 def text_of(rates: Mapping[str, float], length: int, seed: int, prompt_tokens: int = 100) -> Text:
-    """Return a reply with the acceptance rate of each drafter, by name."""
+    """Return a reply with an acceptance rate for each drafter, by name."""
     traces = {
         name: stationary(rate, length, 7 * seed + i).model for i, (name, rate) in enumerate(rates.items())
     }
@@ -46,7 +46,7 @@ def alone(machine: SimulatedMachine, text: Text, name: str) -> tuple[SimulatedMa
 
 
 def seconds(machine: SimulatedMachine, texts: list[Text], others: tuple[SimulatedModel, ...] = ()) -> float:
-    """Return how long the second half of the replies takes, if one controller runs them all."""
+    """Return the duration of the second half of the replies, all run by one controller."""
     world = World(machine)
     controller = make_controller(world, others=others)
     return sum([world.reply(controller, text) for text in texts][len(texts) // 2 :])

@@ -191,7 +191,7 @@ class TestTimeBudget:
         assert curve.v(4) == pytest.approx(4.0)
 
     def test_a_slow_target_whose_rows_are_nearly_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Half a second a step, as a large model takes on a CPU: what a draft saves there is most of all."""
+        """A step takes half a second, as with a large model on a CPU, where drafting saves the most time."""
         clock = Clock(monkeypatch, {width: [0.55 * (1.0 + 0.02 * (width - 1))] for width in MEASURED_WIDTHS})
         curve = clock.measure(budget_seconds=2.0)
         assert set(curve.widths) >= {1, 2, 4, 8}

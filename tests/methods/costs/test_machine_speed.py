@@ -1,4 +1,4 @@
-"""The speed of a machine is measured with random models, saved, and used to predict the speed of others."""
+"""A machine's speed is measured with random models, saved, and used to predict other models' speeds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_format_without_benchmark_models_is_refused() -> None:
 
 
 def saved(**changes: Any) -> MachineSpeed | None:
-    """Save `SPEED` with some values replaced, and return what is read again."""
+    """Save `SPEED` with some values replaced, and return the value that is loaded again."""
     value = machine_speed._to_json(SPEED)
     for name, change in changes.items():
         inner = value["types"]["Q4_K"] if name in ("seconds", "prompt") else value

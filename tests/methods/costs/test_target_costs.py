@@ -1,4 +1,4 @@
-"""The cost curve is measured once per way of running a model, and again when its speed has changed.
+"""The cost curve is measured once per configuration of a model, and again if its speed has changed.
 
 Numbers of CPU threads are compared with simulated durations and with llama.cpp.
 """
@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp import loading
 from edgespec.bench import tuning as tuning_module
 from edgespec.cli.tune import _print
 from edgespec.errors import CancelledError
-from edgespec.losslessness import read_prompts
+from edgespec.losslessness.cases import read_prompts
 from edgespec.methods.costs import target_costs
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import (
@@ -39,7 +39,7 @@ SECONDS = {8: 0.10, 16: 0.14, 6: 0.08, 4: 0.11, 3: 0.20}
 
 
 class Clock:
-    """Stands in for the measurement: what a step takes is said, and how often a whole curve was taken."""
+    """Replaces the measurement with fixed durations of a step, and counts the measured curves."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.1
@@ -98,7 +98,7 @@ def test_each_load_option_has_its_own_curve(clock: Clock, options: LoadOptions) 
 
 
 def test_a_curve_is_used_for_about_the_same_number_of_streamed_layers(clock: Clock) -> None:
-    """With fewer of them, the processor rather than the disk determines how long a wide pass takes."""
+    """If fewer layers are streamed, the processor rather than the disk determines a wide pass's duration."""
     for layers, curves in ((40, 1), (41, 1), (30, 2), (1, 3), (2, 4), (0, 5), (40, 5)):
         target_curve(table(5), LoadOptions(streamed_layers=layers))
         assert clock.curves == curves
@@ -155,7 +155,7 @@ def test_remeasure(clock: Clock) -> None:
 
 
 class Threaded(TabularModel):
-    """A model whose passes take as long as `seconds` says for its number of threads."""
+    """A model whose passes take the time that `seconds` gives for their number of threads."""
 
     def __init__(self, most: int = CORES) -> None:
         super().__init__(np.zeros((4, 4), np.float32))
@@ -175,7 +175,7 @@ class Threaded(TabularModel):
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Simulate a machine with eight cores. Returns the numbers of threads measured so far."""
+    """Simulate a machine with eight cores. Return the list of measured thread counts."""
     counts: list[int] = []
 
     def measure(model: Threaded, *_: object, **__: object) -> CostCurve:

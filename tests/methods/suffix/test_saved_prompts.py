@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.methods.suffix.corpus import delete_saved_replies
-from tests.methods.suffix.saving import SIZE, fill, kept, store
+from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
+from tests.methods.suffix.conftest import SIZE, fill, kept, store
 
 
 def words(seed: int, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Saved replies are loaded again, stay private and bounded, and survive damaged files."""
+"""Saved replies are loaded again, stay private and limited in size, and survive damaged files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.methods.suffix.corpus import SavedReplies, delete_saved_replies, saved_replies
-from tests.methods.suffix.saving import MARK, OTHER, SIZE, fill, kept, store
+from edgespec.methods.suffix.corpus import saved_replies
+from edgespec.methods.suffix.corpus.saved_replies import SavedReplies, delete_saved_replies
+from tests.methods.suffix.conftest import MARK, OTHER, SIZE, fill, kept, store
 
 
 def test_saved_replies_are_loaded_in_order(folder: Path) -> None:
@@ -131,7 +132,7 @@ def test_damage_loses_only_the_damaged_replies(
     hit = set(range((at - start) // size, (end - 1 - start) // size + 1))
     again = store(folder)
     found = [reply.tolist() for reply in again.load()]
-    # Zeros may have been overwritten with zeros, so a damaged range may leave its record intact.
+    # Zeros may have been overwritten with zeros, so a record may be intact despite being in a damaged range.
     assert [text for number, text in enumerate(texts) if number not in hit or text in found] == found
     again.add([50])
     assert kept(folder) == [*found, [50]]
@@ -243,7 +244,8 @@ def test_a_file_system_without_locks_is_reported(folder: Path, monkeypatch: pyte
 @pytest.mark.long
 def test_two_concurrent_processes(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from edgespec.methods.suffix.corpus import SavedReplies\n"
+        "import sys; from pathlib import Path\n"
+        "from edgespec.methods.suffix.corpus.saved_replies import SavedReplies\n"
         "store = SavedReplies('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
         "for number in range(30): store.add([int(sys.argv[2]), number])\n"
         "assert not store.notice"

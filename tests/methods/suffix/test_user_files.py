@@ -1,4 +1,4 @@
-"""The user's files as a corpus: text files, latest first, within limits, tokenized once."""
+"""The user's files as a corpus: text files, newest first, within limits, and tokenized once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, OptionError
-from edgespec.methods.suffix.corpus import UserFiles, read_user_files, suffix_drafter, vocabulary_fingerprint
+from edgespec.methods.suffix.corpus import suffix_drafter, vocabulary_fingerprint
+from edgespec.methods.suffix.corpus.user_files import UserFiles, read_user_files
 from edgespec.methods.suffix.drafter import SuffixDrafter
 from tests.raising import raises
 from tests.tabular import LetterVocabulary

@@ -14,9 +14,9 @@ __all__ = ["Pieces", "conditioned", "speaking"]
 
 
 class Pieces:
-    """Tokens with these bytes; the last ones, as many as `control` says, are control tokens.
+    """Tokens with these bytes. The last `control` tokens are control tokens.
 
-    The very last one ends a reply. Text becomes tokens longest first.
+    The very last one ends a reply. Text is tokenized greedily, longest token first.
     """
 
     chat_template: str | None = None
@@ -65,7 +65,7 @@ class Pieces:
 def speaking(
     vocabulary: Pieces, seed: int, *, end: float = -30.0, context_tokens: int = 4096
 ) -> TabularModel:
-    """A random table of order 2 with this vocabulary; `end` is added to the logits of control tokens."""
+    """Return a random table of order 2 with this vocabulary. `end` is added to control token logits."""
     size = vocabulary.size
     logits = (np.random.default_rng(seed).normal(size=(size**2, size)) * 1.5).astype(np.float32)
     logits[:, vocabulary.text_tokens :] += end
@@ -75,9 +75,10 @@ def speaking(
 
 
 def conditioned(target: TabularModel, vocabulary: Pieces, *, spell: Sequence[Sequence[int]]) -> TabularModel:
-    """A table that says what the target would, in a vocabulary of its own.
+    """Return a table that predicts the target's tokens in its own vocabulary.
 
-    spell[i]: what token i of the target is there. Where that is several tokens nothing is promised.
+    `spell[i]` is token i of the target in this vocabulary. If it consists of several tokens, the result is
+    unspecified.
     """
     size, old = vocabulary.size, target.vocabulary.size
     logits = np.full((size**2, size), -8.0, np.float32)

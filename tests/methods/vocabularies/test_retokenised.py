@@ -17,9 +17,11 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import common_prefix_length
 from edgespec.errors import CancelledError, CapabilityError
-from edgespec.losslessness import Prompt, verify
-from edgespec.methods.model.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised
-from edgespec.methods.model.vocabularies.retokenised import IncrementalRetokeniser
+from edgespec.losslessness.cases import Prompt
+from edgespec.losslessness.verify import verify
+from edgespec.methods.model.vocabularies import retokenised
+from edgespec.methods.model.vocabularies.retokenised import IncrementalRetokeniser, RetokenisedDrafter
+from edgespec.methods.model.vocabularies.translation import TokenTranslation
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.methods.vocabularies.pieces import Pieces, speaking
@@ -28,8 +30,8 @@ from tests.tables import runtime, with_drafter
 from tests.tabular import TabularModel
 
 SMILE = "🙂".encode()
-# The target has single bytes of a character as tokens, and the draft has the character. Words are split
-# differently.
+# The target has the single bytes of a character as tokens, and the draft model has the whole character. Words
+# are split differently.
 TARGET = Pieces(["a", "b", "c", "d", " ", "ab", " c", "abc", *(SMILE[i : i + 1] for i in range(4)), "<end>"])
 DRAFT = Pieces(["d", "c", "b", "a", " ", "bc", " d", " ca", "🙂", "<user>", "<stop>"], control=2)
 TRANSLATION = TokenTranslation(TARGET, DRAFT)
@@ -73,7 +75,7 @@ class Talking(TabularModel):
 
 
 def _spells(parts: list[list[int]]) -> bool:
-    """Return whether the text holds only characters that the draft can write."""
+    """Return whether the text contains only characters that the draft model can write."""
     said = b"".join(TARGET.raw_piece(token) for part in parts for token in part)
     return all(character.isascii() or character == "🙂" for character in said.decode(errors="ignore"))
 
@@ -85,7 +87,7 @@ class TestInput:
     @settings(max_examples=200)
     @given(TEXTS)
     def test_tokens_have_the_bytes_of_the_text(self, parts: list[list[int]]) -> None:
-        """The draft's tokens have the bytes of the text, without an incomplete last character."""
+        """The draft model's tokens have the bytes of the text, without an incomplete last character."""
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         tokens: list[int] = []
         for part in parts:
@@ -332,7 +334,7 @@ class TestInARuntime:
 
     @pytest.mark.long
     def test_a_draft_on_mlx(self, tmp_path: Path) -> None:
-        """Two byte-level vocabularies; with 270 tokens, most text is spelled out in bytes."""
+        """Use two byte-level vocabularies. With 270 tokens, most text is spelled out in bytes."""
         pytest.importorskip("mlx.core")
         from edgespec.backends import mlx
         from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -350,7 +352,7 @@ class TestInARuntime:
             assert got.stats.drafted_tokens > 0
 
     def test_a_draft_with_the_same_text_is_accepted(self) -> None:
-        """The draft is the same table with another vocabulary, so nearly every token is accepted."""
+        """The draft model is the same table with another vocabulary, so nearly every token is accepted."""
         target = speaking(TARGET, 1)
         twin = TabularModel(target._table)
         twin.vocabulary = TARGET

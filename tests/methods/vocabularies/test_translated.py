@@ -16,9 +16,9 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError
-from edgespec.losslessness import verify
-from edgespec.methods.model.vocabularies import TokenTranslation, TranslatedModel
-from edgespec.methods.model.vocabularies.translated import TranslatedLogits
+from edgespec.losslessness.verify import verify
+from edgespec.methods.model.vocabularies.translated import TranslatedLogits, TranslatedModel
+from edgespec.methods.model.vocabularies.translation import TokenTranslation
 from edgespec.methods.model.windowed import AttentionWindow, WindowedModel
 from edgespec.model.base import LoadOptions, Snapshot
 from tests.backends.tiny_models import WORDS, write_llama
@@ -28,7 +28,7 @@ from tests.raising import raises
 from tests.tables import runtime
 from tests.tabular import TabularModel
 
-# The draft has the target's tokens in another order, without two of them, and some additional ones.
+# The draft model has the target's tokens in a different order, without two of them, and some additional ones.
 TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])
 DRAFT = Pieces(["f", "e", "d", "c", "b", "a", "ab", "fe", "<stop>"])
 SPELT = [(5,), (4,), (3,), (2,), (1,), (0,), (6,), (3, 2, 1), (8,)]
@@ -270,7 +270,7 @@ class TestInARuntime:
     @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_on_llama_cpp(self, tmp_path: Path, temperature: float) -> None:
-        """Two files; one has its tokens in another order, and some other tokens."""
+        """Use two files. One has its tokens in another order, and some other tokens."""
         words = ("▁folder", *WORDS[::-1], "▁size")
         target = llamacpp.load(
             str(write_llama(tmp_path / "target.gguf")), "target", LoadOptions(context_tokens=256)
@@ -279,7 +279,7 @@ class TestInARuntime:
             str(write_llama(tmp_path / "draft.gguf", words=words)), "draft", LoadOptions(context_tokens=256)
         )
         translation = TokenTranslation(target.vocabulary, inner.vocabulary)
-        # Bytes that are also words have two ids, and the tokenizer produces one of them.
+        # Bytes that are also words have two ids, and the tokenizer uses only one of them.
         twice = [3 + ord(" "), 3 + ord("s")]
         assert translation.target_ids.tolist() == [
             i for i in range(target.facts.vocab_size) if i not in twice

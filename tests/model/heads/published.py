@@ -32,7 +32,8 @@ def write_head(
 ) -> Path:
     """Write a head with two attention heads.
 
-    `draft_vocab`: it drafts only this many tokens, from token 7 on. `changes` replaces tensors, or removes
+    With `draft_vocab`, it drafts only this many tokens, starting at token 7. `changes` replaces tensors, or
+    removes
     those that are None.
     """
     random = np.random.default_rng(seed)
@@ -90,7 +91,7 @@ def write_head(
 
 def _random(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
     noise = random.normal(size=shape)
-    # Norms near 1, and matrices that keep the size of their inputs.
+    # Use norms near 1, and matrices that preserve the size of their inputs.
     return (1 + 0.1 * noise if len(shape) == 1 else 2 * noise / shape[-1] ** 0.5).astype(np.float16)
 
 

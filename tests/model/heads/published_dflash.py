@@ -33,8 +33,8 @@ def write_dflash_head(
 ) -> dict[str, NDArray[np.float32]]:
     """Write a head with two attention heads, and return its tensors.
 
-    `states` are the layers whose inputs it reads. `draft_vocab`: it drafts only this many tokens, from token
-    7 on. `changes` replaces tensors, or removes those that are None.
+    `states` are the layers whose inputs it reads. With `draft_vocab`, it drafts only this many tokens,
+    starting at token 7. `changes` replaces tensors, or removes those that are None.
     """
     random = np.random.default_rng(11)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def write_dflash_head(
         shapes["markov_head.markov_w1.weight"] = (vocab, RANK)
         shapes["markov_head.markov_w2.weight"] = (draft_vocab or vocab, RANK)
         shapes["confidence_head.proj.weight"], shapes["confidence_head.proj.bias"] = (1, size + RANK), (1,)
-        # DeepSeek ships copies of the target's tensors. Wrong ones must not matter.
+        # DeepSeek ships copies of the target's tensors. Incorrect copies must not matter.
         shapes["embed_tokens.weight"] = shapes["lm_head.weight"] = (vocab, size)
     if draft_vocab:
         shapes["lm_head.weight"] = (draft_vocab, size)

@@ -1,4 +1,4 @@
-"""Random Medusa and Hydra heads in their published layouts, and what such heads compute in plain terms."""
+"""Random Medusa and Hydra heads in their published layouts, and a straightforward implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Attention(NamedTuple):
-    """Of the target: heads, key heads, and the base of its rotations."""
+    """The target's attention: query heads, key heads, and the RoPE frequency base."""
 
     heads: int = 2
     kv_heads: int = 2
@@ -33,8 +33,11 @@ ATTENTION = Attention()
 class Layout:
     """A kind of heads.
 
-    suffix: of the file. grounded: they read tokens. dropouts: they are counted as layers. outputs: they have
-    output matrices of their own.
+    Attributes:
+        suffix: Suffix of the file.
+        grounded: Whether the heads read tokens.
+        dropouts: Whether dropouts are numbered as layers.
+        outputs: Whether the heads have their own output matrices.
     """
 
     method: str
@@ -90,7 +93,7 @@ LAYOUTS = (
 
 
 def random_arrays(layout: Layout, size: int, vocab: int, attention: Attention = ATTENTION) -> Arrays:
-    """The tensors of random heads, as float32 that the layout's data type holds exactly."""
+    """Return the tensors of random heads, as float32 values that the layout's data type can represent."""
     random = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 1.0) -> NDArray[Any]:
@@ -133,10 +136,12 @@ def fitted_arrays(
     prompt: int,
     table: NDArray[Any],
 ) -> Arrays:
-    """The tensors of heads that predict texts well: linear functions, fitted to them by least squares.
+    """Return the tensors of heads that predict texts well: linear functions fitted by least squares.
 
-    states: the hidden states of the tokens of each text. prompt: the number of tokens in the texts that are
-    not to be predicted. table: the target's embeddings.
+    Args:
+        states: The hidden states of each text's tokens.
+        prompt: The number of leading tokens in each text that need not be predicted.
+        table: The target's embeddings.
     """
     size, vocab = states[0].shape[1], len(table)
     arrays = random_arrays(layout, size, vocab)
@@ -150,7 +155,7 @@ def fitted_arrays(
         scores = 30.0 * np.eye(vocab)[wanted]
         fitted = np.linalg.lstsq(np.concatenate(inputs), scores, rcond=1e-4)[0].T
         block, output = layout.block(head, 0), layout.output(head)
-        # silu(0) is 0, so that nothing is added to what the shortcut gives.
+        # silu(0) is 0, so nothing is added to the output of the shortcut.
         for part in ("weight", "bias"):
             arrays[f"{block}.linear.{part}"][:] = 0
         if layout.grounded:
@@ -165,7 +170,7 @@ def fitted_arrays(
 
 
 def stored(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """As a file holds it. BF16, the upper half of float32, is given as uint16."""
+    """Convert values to a file's data type. BF16, the upper half of float32, is returned as uint16."""
     if dtype == "bfloat16":
         return np.array(values.astype(np.float32).view(np.uint32) >> 16, np.uint16)
     return values.astype(dtype)
@@ -215,10 +220,12 @@ def plain_logits(
     path: Sequence[int],
     lm_head: NDArray[Any],
 ) -> NDArray[np.float64]:
-    """The logits after the last token of a path.
+    """Return the logits after the last token of a path.
 
-    states: the hidden states of all tokens before the path. path: the root of the tree and drafted tokens.
-    lm_head: the target's.
+    Args:
+        states: The hidden states of all tokens before the path.
+        path: The root of the tree and the drafted tokens.
+        lm_head: The target's LM head.
     """
     weights = {name: values.astype(np.float64) for name, values in arrays.items()}
     states = states.astype(np.float64)
@@ -242,7 +249,7 @@ def plain_logits(
 def _plain_prefix(
     weights: Mapping[str, NDArray[np.float64]], attention: Attention, states: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """A layer of Llama, one position and one head at a time. Pairs are rotated as complex numbers."""
+    """Run a Llama layer one position and one head at a time. Pairs are rotated as complex numbers."""
     model, layer = "prefix_embeding_layer.", "prefix_embeding_layer.layers.0."
     count, size = states.shape
     head_size = size // attention.heads

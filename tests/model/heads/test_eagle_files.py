@@ -1,4 +1,4 @@
-"""Published EAGLE heads are read from every layout, and damaged ones are refused with a clear error."""
+"""Published EAGLE heads are read in every layout, and damaged ones give a clear error."""
 
 from __future__ import annotations
 

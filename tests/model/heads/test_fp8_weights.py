@@ -1,4 +1,4 @@
-"""FP8 weights are read with their scales, in every layout in which models are published."""
+"""FP8 weights are read with their scales, in every published layout."""
 
 from __future__ import annotations
 

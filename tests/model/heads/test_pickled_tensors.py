@@ -130,7 +130,7 @@ def test_malformed_pickles_are_described_in_words(instructions: bytes, tmp_path:
 
 
 def rewritten(path: Path, extra: bytes = b"", claimed_bytes: int | None = None) -> Path:
-    """Copy a head whose first tensor gets a second, compressed entry or claims another size."""
+    """Copy a head whose first tensor has a second, compressed entry or claims a different size."""
     changed = path.with_name(f"changed-{path.name}")
     with ZipFile(path) as old, ZipFile(changed, "w") as new:
         for entry in old.infolist():

@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads are read as published, and compute what their papers say."""
+"""Medusa and Hydra heads are read as published, and compute what their papers describe."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _STORAGES = {
 
 
 class Named:
-    """Pickled as the name of a function or class that is not importable here."""
+    """Pickled as the name of a function or class that cannot be imported here."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
@@ -43,7 +43,7 @@ class Storage:
 
 
 class Pickler(pickle._Pickler):
-    """Python's own pickler, which can be told to write names that do not exist."""
+    """Python's own pickler, extended to write names that do not exist."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Storage):
@@ -69,7 +69,7 @@ def pickled(value: Any) -> bytes:
 
 
 def write_torch_file(path: Path, arrays: Mapping[str, NDArray[Any]], **others: Any) -> Path:
-    """Write tensors and other values. Matrices that are transposed share the data of their original."""
+    """Write tensors and other values. Transposed matrices share their original's data."""
     values: OrderedDict[str, Any] = OrderedDict()
     storages: list[Storage] = []
     for name, array in arrays.items():

@@ -46,10 +46,11 @@ def test_loss_limit_holds(machine: SimulatedMachine, rate: float, informed: bool
     assert evaluate(machine, Case("any", texts, warm=1)).limit_left_steps >= -1e-6
 
 
-# Texts on which nothing pays a great deal, or all does: mean speed is within 5 % of hindsight's. Where only a
-# long draft pays, or hardly, exploring costs more than that; those cells are in docs/policy.md.
+# Texts for which either nothing or everything saves much time, so the mean speed is within 5 % of the best in
+# hindsight. If only long drafts save time, or hardly any do, exploring costs more than that. Those cells are
+# in docs/policy.md.
 NEAR = [
-    # Each test run tests the lowest rate of every second machine, and the highest rate of the others.
+    # Each test run uses the lowest rate of every second machine, and the highest rate of the others.
     pytest.param(name, rate, marks=[] if rate == rates[-(place % 2)] else pytest.mark.long)
     for place, (name, rates) in enumerate(
         {
@@ -77,7 +78,7 @@ def test_near_the_best_fixed_length_at_constant_acceptance(name: str, rate: floa
 def test_near_the_best_fixed_length_on_recorded_replies(machine: SimulatedMachine) -> None:
     for temperature in (0.0, 0.8):
         found = evaluate(machine, Case("recorded", recorded(temperature)))
-        # What a reply may lose is not enough there for drafts as long as would pay.
+        # On this machine, a reply's loss allowance is too small for drafts of the best length.
         assert found.share >= (0.85 if machine.name.endswith("Q4_K_M") else 0.9)
         assert found.limit_left_steps >= -1e-6
 

@@ -4,19 +4,3 @@ Implements two methods from Timor et al. 2025 (arXiv 2502.05202). Token-level in
 the ids of tokens that both vocabularies contain. The other method retokenizes the drafted text for the
 target, as in Universal Assisted Generation (UAG).
 """
-
-from edgespec.methods.model.vocabularies.retokenised import RetokenisedDrafter
-from edgespec.methods.model.vocabularies.translated import TranslatedModel
-from edgespec.methods.model.vocabularies.translation import (
-    TokenTranslation,
-    VocabularyComparison,
-    compare_vocabularies,
-)
-
-__all__ = [
-    "RetokenisedDrafter",
-    "TokenTranslation",
-    "TranslatedModel",
-    "VocabularyComparison",
-    "compare_vocabularies",
-]

@@ -6,20 +6,13 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from edgespec.methods.suffix.corpus.saved_replies import SavedReplies, delete_saved_replies
-from edgespec.methods.suffix.corpus.user_files import UserFiles, read_user_files
+from edgespec.methods.suffix.corpus.saved_replies import SavedReplies
+from edgespec.methods.suffix.corpus.user_files import read_user_files
 from edgespec.methods.suffix.drafter import SuffixConfig, SuffixCorpus, SuffixDrafter
 from edgespec.methods.suffix.indexes import SuffixArray
 from edgespec.model.base import Progress, Vocabulary
 
-__all__ = [
-    "SavedReplies",
-    "UserFiles",
-    "delete_saved_replies",
-    "read_user_files",
-    "suffix_drafter",
-    "vocabulary_fingerprint",
-]
+__all__ = ["suffix_drafter", "vocabulary_fingerprint"]
 
 
 def suffix_drafter(

@@ -105,7 +105,7 @@ _DELETION_MARKER = "forgotten"
 class SavedReplies:
     """Saves replies and prompts for models that share a vocabulary.
 
-    Parts of a prompt that have already been saved are left out. Methods report file errors in `notice`
+    Parts of a prompt that have already been saved are skipped. Methods report file errors in `notice`
     instead of raising them.
 
     Args:
@@ -180,7 +180,7 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Truncate long prompts so that they do not displace all other saved texts.
+        # Truncate long prompts, so that they do not displace all other saved texts.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)

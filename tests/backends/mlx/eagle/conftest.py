@@ -1,4 +1,4 @@
-"""Fixtures: tiny MLX targets and EAGLE heads, which the tests of a file share."""
+"""Fixtures: tiny MLX targets and EAGLE heads, shared by the tests in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE heads of every published layout follow an MLX target through any history, and change no reply."""
+"""EAGLE heads in every published layout follow an MLX target through any history, and change no reply."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _VARIANTS: list[dict[str, Any]] = [
 def test_every_variant_is_computed(
     files: Files, target: MlxModel, tmp_path: Path, variant: dict[str, Any]
 ) -> None:
-    """Each setting changes the second guess, and the head still follows the target."""
+    """Each setting changes the second drafted token, and the head still follows the target."""
 
     def second_guess(path: Path) -> np.ndarray[Any, Any]:
         head = head_of(target, path)
@@ -153,7 +153,7 @@ def test_every_variant_is_computed(
 @pytest.mark.long
 @pytest.mark.parametrize("hidden_first", [False, True])
 def test_the_inputs_of_a_head_are_found_by_a_trial(tmp_path: Path, hidden_first: bool) -> None:
-    """A target that repeats every token, and a head that does so unless the state it reads is large."""
+    """The target repeats every token, and so does the head unless the state that it reads is large."""
     target_path = write_checkpoint(tmp_path / "target", "llama", config={"tie_word_embeddings": True})
     weights = mx.load(str(target_path / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -185,7 +185,7 @@ def test_the_inputs_of_a_head_are_found_by_a_trial(tmp_path: Path, hidden_first:
 
 @pytest.mark.long
 def test_a_trained_head_whose_inputs_were_swapped_drafts_as_before(tmp_path: Path) -> None:
-    """The demo head, and a copy of it that reads hidden states before embeddings, predict the same tokens."""
+    """A copy of the demo head that reads hidden states before embeddings predicts the same tokens."""
     path = copytree(models_folder() / "demo-mlx-head", tmp_path / "head")
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)

@@ -1,4 +1,4 @@
-"""Files of EAGLE heads for MLX targets: what is refused, and damaged heads change no reply."""
+"""Files of EAGLE heads for MLX targets: which are rejected, and that damage changes no reply."""
 
 from __future__ import annotations
 
