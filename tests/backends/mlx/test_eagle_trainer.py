@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer, least_squares
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
 from edgespec.backends.mlx.teacher_model import TargetStates, token_ranks
 from edgespec.backends.mlx.trainable_eagle import UnrolledEagle, choose_draft_tokens
@@ -96,12 +96,11 @@ def test_gradients_are_those_of_finite_differences(
     exact = {name: array.astype(mx.float64) for name, array in weights.items()}
     _, found = mx.value_and_grad(loss_of)(exact)
     for name, array in exact.items():
-        step = 1e-5 * mx.array(random.standard_normal(array.shape), mx.float64)
+        step = 1e-4 * mx.array(random.standard_normal(array.shape), mx.float64)
         change = loss_of({**exact, name: array + step}) - loss_of({**exact, name: array - step})
         assert found[name].dtype == change.dtype == mx.float64
-        assert 2 * (found[name] * step).sum().item() == pytest.approx(change.item(), rel=1e-5, abs=1e-10), (
-            name
-        )
+        # MLX's exponential function in float64 is accurate to about six digits.
+        assert 2 * (found[name] * step).sum().item() == pytest.approx(change.item(), rel=5e-3), name
         error = mx.linalg.norm(rounded[name].astype(mx.float64) - found[name]) / mx.linalg.norm(found[name])
         assert error.item() < 1e-3, name
 
@@ -150,12 +149,31 @@ def test_only_states_of_the_reply_determine_the_initial_weights(folder: Path) ->
     assert np.array_equal(first, second)
 
 
-def test_the_loss_of_more_drafted_tokens_is_comparable(folder: Path) -> None:
+def test_the_loss_does_not_depend_on_the_number_of_drafted_tokens(folder: Path) -> None:
+    """Without its final norm, the head predicts all tokens with the same probability in each step."""
     teacher, batch = teacher_of(folder / "comparable"), batch_of(2)
     trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
-    one, four = (trainer.loss(batch, steps)().item() for steps in (1, 4))
-    assert four == pytest.approx(one, rel=0.3)
+    trainer.head.weights = {**trainer.head.weights, "norm.weight": mx.zeros(64)}
+    for steps in (1, 4):
+        assert trainer.loss(batch, steps)().item() == pytest.approx(math.log(ROWS), rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [150, 300])
+def test_initial_weights_do_not_fit_noise(rows: int) -> None:
+    """There are about as many inputs as rows, as in real models, and most of the goals is noise."""
+    random = np.random.default_rng(2)
+    inputs = random.standard_normal((rows + 1000, 200), np.float32)
+    signal = inputs @ random.standard_normal((200, 3), np.float32) / np.float32(14.0)
+    goals = signal + 2 * random.standard_normal(signal.shape, np.float32)
+    predicted = inputs[rows:] @ least_squares(inputs[:rows], goals[:rows])
+    assert ((predicted - signal[rows:]) ** 2).mean() < (signal[rows:] ** 2).mean()
+
+
+def test_initial_weights_are_exact_without_noise() -> None:
+    random = np.random.default_rng(2)
+    inputs, matrix = random.standard_normal((400, 20), np.float32), random.standard_normal((20, 3), np.float32)
+    assert least_squares(inputs, inputs @ matrix) == pytest.approx(matrix, rel=0.05, abs=0.05)
 
 
 @pytest.mark.long
