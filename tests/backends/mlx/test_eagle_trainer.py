@@ -172,7 +172,10 @@ def test_initial_weights_do_not_fit_noise(rows: int) -> None:
 
 def test_initial_weights_are_exact_without_noise() -> None:
     random = np.random.default_rng(2)
-    inputs, matrix = random.standard_normal((400, 20), np.float32), random.standard_normal((20, 3), np.float32)
+    inputs, matrix = (
+        random.standard_normal((400, 20), np.float32),
+        random.standard_normal((20, 3), np.float32),
+    )
     assert least_squares(inputs, inputs @ matrix) == pytest.approx(matrix, rel=0.05, abs=0.05)
 
 
