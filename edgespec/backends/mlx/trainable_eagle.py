@@ -134,6 +134,8 @@ class TrainableEagle(TrainableHead):
 
     name, title = "eagle3", "EAGLE-3 head"
     weights_file = "model.safetensors"
+    # After 42 steps with 2,641 tokens for SmolLM2, the held-out loss was 6.94 with 0.2, and 7.11 with 1.
+    rate_scale = 0.2
 
     def __init__(
         self,
