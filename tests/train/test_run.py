@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -225,6 +226,24 @@ def test_a_damaged_training_is_reported(train: Train, unfinished: Path, tmp_path
     file.write_bytes(file.read_bytes()[:40])
     with raises(ModelFileError, code="training_damaged"):
         train(tmp_path)
+
+
+def test_a_training_of_another_version_is_not_continued_but_its_text_is_used(
+    finished: TrainingResult, train: Train, unfinished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
+    (file,) = (tmp_path / "training").glob("state-*.safetensors")
+    loaded: Any = mx.load(str(file), return_metadata=True)
+    arrays, metadata = loaded
+    others = {name.replace("scaled_fc", "fc"): array for name, array in arrays.items()}
+    mx.save_safetensors(str(file), others, metadata)
+    with raises(ModelFileError, tmp_path / "training", code="training_outdated"):
+        train(tmp_path)
+    (tmp_path / "training" / "progress.json").unlink()
+    announced: list[str] = []
+    train(tmp_path, announced=announced)
+    assert announced[0].startswith("12 conversations")
+    assert same_head(tmp_path, finished)
 
 
 @pytest.mark.parametrize("tokens", [np.full(1200, 10**6, np.int32), np.zeros((1200, 2), np.int32)])

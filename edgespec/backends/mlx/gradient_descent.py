@@ -114,15 +114,22 @@ class GradientDescent:
         """Restore the state saved by `save`.
 
         Raises:
-            ModelFileError: The file is damaged or does not match the network.
+            ModelFileError: The file is damaged, does not match the network, or was saved by a version of
+                edgespec that trained other weights.
         """
         expected = {**self._network.weights, **self._moments()}
         try:
             loaded: Any = mx.load(str(path), return_metadata=True)
             saved, metadata = loaded
-            if {name: array.shape for name, array in saved.items()} != {
-                name: array.shape for name, array in expected.items()
-            }:
+            if saved.keys() != expected.keys():
+                raise ModelFileError(
+                    f"the training run in {path.parent} cannot be continued, because another version of"
+                    " edgespec started it",
+                    "delete `progress.json` in this folder and run the same command again; the text that has"
+                    " been written is used again",
+                    code="training_outdated",
+                )
+            if any(array.shape != expected[name].shape for name, array in saved.items()):
                 raise ValueError("the shapes of the arrays do not match")
             self.steps = int(metadata["steps"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -23,8 +23,11 @@ from edgespec.model.drafter_training import TrainingBatch
 
 __all__ = ["HeadStudent", "MlxHeadTrainer", "TrainableHead", "least_squares"]
 
-# Regularisation strength of least-squares fits, relative to the mean square of the inputs.
-_RIDGE = 0.01
+# Regularisation strengths to try in least-squares fits, relative to the mean square of the inputs. Strong
+# regularisation is best for real models, which have about as many input values as there are rows to fit.
+_RIDGES = (3.0, 1.0, 0.3, 0.1, 0.01)
+# Fraction of the rows to fit while choosing the regularisation. The others are predicted.
+_FITTED_FRACTION = 0.75
 _CONFIG = "config.json"
 # Number of tokens in a training step's softmax. These are the tokens to which the target assigns the highest
 # total probability in the batch. More tokens would barely change the loss, but would dominate the computation
@@ -50,8 +53,10 @@ class TrainableHead(ABC):
         weights_file: Name of the published weights file.
         states: The hidden states that the head reads, numbered as in `HiddenStateSource`.
         draft_tokens: Target token ids of the tokens that the head can draft, int64 [draft tokens].
+        rate_scale: Factor for the learning rate of matrices.
     """
 
+    rate_scale: ClassVar[float] = 1.0
     name: ClassVar[str]
     title: ClassVar[str]
     weights_file: ClassVar[str]
@@ -116,12 +121,31 @@ class TrainableHead(ABC):
 def least_squares(inputs: NDArray[np.float32], goals: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the matrix [input size, goal size] that best maps rows of `inputs` to rows of `goals`.
 
-    Fitting initial weights to a few thousand tokens takes seconds, and saves hundreds of training steps.
+    Fitting initial weights to a few thousand tokens takes seconds, and saves hundreds of training steps. The
+    regularisation is the one of `_RIDGES` with which the first rows predict the last ones best.
     """
-    gram = inputs.T @ inputs
-    ridge = _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram), dtype=np.float32)
-    solution: NDArray[np.float32] = np.linalg.solve(gram + ridge, inputs.T @ goals)
-    return solution
+    fitted = int(_FITTED_FRACTION * len(inputs))
+    solve = _ridge_regression(inputs[:fitted], goals[:fitted])
+    errors = [float(((inputs[fitted:] @ solve(ridge) - goals[fitted:]) ** 2).sum()) for ridge in _RIDGES]
+    return _ridge_regression(inputs, goals)(_RIDGES[int(np.argmin(errors))])
+
+
+def _ridge_regression(
+    inputs: NDArray[np.float32], goals: NDArray[np.float32]
+) -> Callable[[float], NDArray[np.float32]]:
+    """Return a function that fits a matrix like `least_squares` with a given regularisation strength."""
+    rows, columns = inputs.shape
+    # Solve the smaller of the two equivalent systems of equations.
+    few_rows = rows < columns
+    matrix = inputs @ inputs.T if few_rows else inputs.T @ inputs
+    products = goals if few_rows else inputs.T @ goals
+    unit = np.float32((inputs**2).sum() / columns) * np.eye(len(matrix), dtype=np.float32)
+
+    def solve(ridge: float) -> NDArray[np.float32]:
+        solution: NDArray[np.float32] = np.linalg.solve(matrix + np.float32(ridge) * unit, products)
+        return inputs.T @ solution if few_rows else solution
+
+    return solve
 
 
 class _Goals(NamedTuple):
@@ -180,7 +204,9 @@ class MlxHeadTrainer(HeadGuesser):
         self._descent = GradientDescent(
             head,
             (
-                ParameterGroup(optimizers.Muon(0.0, weight_decay=0.0), _MATRIX_RATE, _is_matrix),
+                ParameterGroup(
+                    optimizers.Muon(0.0, weight_decay=0.0), head.rate_scale * _MATRIX_RATE, _is_matrix
+                ),
                 ParameterGroup(
                     optimizers.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.0), _VECTOR_RATE, _is_vector
                 ),
@@ -190,26 +216,36 @@ class MlxHeadTrainer(HeadGuesser):
         )
 
     def step(self, batch: TrainingBatch, done: float) -> float:
-        unroll = self.head.steps(done)
         with translate_errors(f"the draft head of {self._teacher.name} cannot be trained"):
-            states = self._teacher.states(batch.tokens, self.head.states)
-            candidates, goals = self._goals(batch, states.logits, unroll)
-            output = self._teacher.output_rows(candidates)
-            embeddings, hidden = self._teacher.embed(mx.array(batch.tokens)), states.hidden
-            evaluate(output, goals.probs, embeddings, hidden)
-            del states
+            return self._descent.step(self.loss(batch, self.head.steps(done)), done)
 
-            def loss() -> mx.array:
-                """Return the cross-entropy against the target, as a weighted sum over the draft steps."""
-                total = mx.array(0.0)
-                for step, state in enumerate(self.head.unroll(embeddings, hidden, unroll)):
-                    logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
-                    probs = goals.probs[goals.indices[step]]
-                    losses = mx.logsumexp(logits, axis=-1) - (probs * logits).sum(axis=-1)
-                    total = total + _DECAY**step * losses.sum() / max(1, len(goals.rows[step]))
-                return total
+    def loss(self, batch: TrainingBatch, steps: int) -> Callable[[], mx.array]:
+        """Return a function that computes the head's loss on a batch with its current weights.
 
-            return self._descent.step(loss, done)
+        The loss is the cross-entropy against the target per predicted token, as a weighted mean over the
+        draft steps. It is comparable between training steps that draft different numbers of tokens.
+
+        Args:
+            batch: See `DrafterTrainer.step`.
+            steps: Number of tokens to draft.
+        """
+        states = self._teacher.states(batch.tokens, self.head.states)
+        candidates, goals = self._goals(batch, states.logits, steps)
+        output = self._teacher.output_rows(candidates)
+        embeddings, hidden = self._teacher.embed(mx.array(batch.tokens)), states.hidden
+        evaluate(output, goals.probs, embeddings, hidden)
+        weights = [_DECAY**step for step in range(steps)]
+
+        def loss() -> mx.array:
+            total = mx.array(0.0)
+            for step, state in enumerate(self.head.unroll(embeddings, hidden, steps)):
+                logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
+                probs = goals.probs[goals.indices[step]]
+                losses = mx.logsumexp(logits, axis=-1) - (probs * logits).sum(axis=-1)
+                total = total + weights[step] * losses.sum() / max(1, len(goals.rows[step]))
+            return total / sum(weights)
+
+        return loss
 
     def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
         """Return the candidate tokens of a training step, and the target's probabilities for them."""

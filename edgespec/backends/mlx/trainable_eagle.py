@@ -37,6 +37,9 @@ _COVERAGE = 0.99
 _MIN_DRAFT_TOKENS, _MAX_DRAFT_TOKENS = 8_192, 32_768
 # The vocabulary size is a multiple of this, because matrix products are fast for such sizes.
 _TOKENS_STEP = 256
+# Smallest scale of a channel of the hidden states, relative to the median of all channels. The value was
+# chosen rather than measured.
+_MIN_CHANNEL = 0.3
 # The head drafts one more token per training step after each of these fractions of the training. Each
 # additional token takes as much time as the first, and is useful only once the earlier tokens are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
@@ -46,7 +49,8 @@ class UnrolledEagle(Module):
     """A transformer layer that reads the target's token embeddings and hidden states.
 
     The output matrix is not part of the network, because heads use a copy of the target's. The modules are
-    named as in the heads published by SafeAILab and SpecForge.
+    named as in the heads published by SafeAILab and SpecForge, except for `scaled_fc`. It reads hidden states
+    whose channels are scaled to about the same size, and the published `fc` reads the states themselves.
 
     Args:
         config: The `config.json` of the head.
@@ -56,7 +60,7 @@ class UnrolledEagle(Module):
         super().__init__()
         settings = parse_config(config, 3)
         size = settings.hidden_size
-        self.fc = Linear(3 * size, size, bias=False)
+        self.scaled_fc = Linear(3 * size, size, bias=False)
         self.midlayer = EagleLayer(settings)
         self.norm = RMSNorm(size, settings.norm_eps)
 
@@ -70,7 +74,7 @@ class UnrolledEagle(Module):
 
         Args:
             embeddings: The target's token embeddings [conversations, tokens, size].
-            hidden: The target's hidden states from three layers, concatenated [conversations, tokens,
+            hidden: The target's scaled hidden states from three layers, concatenated [conversations, tokens,
                 3 size].
             steps: Number of tokens to draft.
 
@@ -79,7 +83,7 @@ class UnrolledEagle(Module):
             the state of token t to the logits of token t + 2 + j.
         """
         attention = _UnrolledAttention(hidden.shape[1])
-        state = self.fc(hidden)
+        state = self.scaled_fc(hidden)
         for _ in range(steps):
             embeddings = mx.concatenate([embeddings[:, 1:], mx.zeros_like(embeddings[:, :1])], axis=1)
             state = self.midlayer(state, embeddings, attention)
@@ -130,6 +134,8 @@ class TrainableEagle(TrainableHead):
 
     name, title = "eagle3", "EAGLE-3 head"
     weights_file = "model.safetensors"
+    # After 42 steps with 2,641 tokens for SmolLM2, the held-out loss was 6.94 with 0.2, and 7.11 with 1.
+    rate_scale = 0.2
 
     def __init__(
         self,
@@ -140,6 +146,8 @@ class TrainableEagle(TrainableHead):
     ) -> None:
         self._layer = UnrolledEagle(config)
         super().__init__(self._layer, config)
+        # The hidden states are divided by these before `scaled_fc`.
+        self._scales = mx.ones(3 * teacher.size)
         self.states = _hidden_layers(teacher)
         self.draft_tokens, self.output = draft_tokens, output
 
@@ -166,24 +174,29 @@ class TrainableEagle(TrainableHead):
         return head
 
     def _choose_initial_weights(self, teacher: TeacherModel, examples: TrainingBatch) -> None:
-        """Initialise `fc` with the linear map that best predicts the next token's final hidden state."""
-        states = np.array(teacher.states(examples.tokens, [*self.states, teacher.layers]).hidden)
-        size = teacher.size
-        hidden = states[:, :-1, : 3 * size].reshape(-1, 3 * size)
-        last = _unit_rows(states[:, 1:, 3 * size :].reshape(-1, size))
-        embeddings = np.array(teacher.embed(mx.array(examples.tokens[:, 1:])))
-        next_tokens = _unit_rows(embeddings.reshape(-1, size))
-        layer_sizes = np.sqrt((hidden.reshape(-1, 3, size) ** 2).mean(axis=(0, 2)) + 1e-6)
-        scales = np.repeat(layer_sizes, size)
+        """Choose the scales of the hidden states, and initialise `scaled_fc` with a linear map.
+
+        Of all linear maps, it best predicts the target's final hidden state at the next token.
+        """
+        size, sources = teacher.size, [*self.states, teacher.layers]
+        states = np.array(teacher.states(examples.tokens, sources).hidden).reshape(-1, 4 * size)
+        embeddings = np.array(teacher.embed(mx.array(examples.tokens))).reshape(-1, size)
+        # Use only the rows that the head learns to draft from. The hidden states of the first token are
+        # hundreds of times as large as those of others, and those of the padding are not text.
+        rows = np.flatnonzero(examples.replied_after(2))
+        hidden, next_tokens = states[rows, : 3 * size], _unit_rows(embeddings[rows + 1])
+        last = _unit_rows(states[rows + 1, 3 * size :])
+        scales = _channel_sizes(hidden)
         solution = least_squares(np.concatenate([hidden / scales, next_tokens], axis=1), last)
+        self._scales = mx.array(scales)
         weights = self.weights
-        weights["fc.weight"] = mx.array((solution[: 3 * size].T / scales).astype(np.float32))
+        weights["scaled_fc.weight"] = mx.array(solution[: 3 * size].T.astype(np.float32))
         weights["norm.weight"] = 0.7 * teacher.final_norm
         # Shrink the other initial weights, so that the fitted prediction dominates.
         weights["midlayer.mlp.down_proj.weight"] *= 0.2
         weights["midlayer.self_attn.o_proj.weight"] *= 0.5
         self.weights = weights
-        evaluate(*weights.values())
+        evaluate(self._scales, *weights.values())
 
     @classmethod
     def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
@@ -194,6 +207,7 @@ class TrainableEagle(TrainableHead):
         stored = arrays.pop("lm_head.weight", None)
         output = teacher.output_rows(mx.array(draft_tokens)) if stored is None else stored.astype(mx.float32)
         arrays.pop("t2d", None)
+        arrays["scaled_fc.weight"] = arrays.pop("fc.weight")
         head = cls(teacher, config, draft_tokens, output)
         head.net.load_weights([(name, array.astype(mx.float32)) for name, array in arrays.items()])
         if config["hidden_size"] != teacher.size or config["vocab_size"] != teacher.vocabulary.size:
@@ -205,14 +219,16 @@ class TrainableEagle(TrainableHead):
         return sum(done >= first for first in _UNROLL_FROM)
 
     def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
-        return self._layer.unroll(embeddings, hidden, steps)
+        return self._layer.unroll(embeddings, hidden / self._scales, steps)
 
     def logits(self, states: mx.array) -> mx.array:
         return states @ self.output.T
 
     def published(self) -> Arrays:
         ids = self.draft_tokens
-        arrays = {name: array.astype(mx.float16) for name, array in self.weights.items()}
+        weights = self.weights
+        weights["fc.weight"] = weights.pop("scaled_fc.weight") / self._scales
+        arrays = {name: array.astype(mx.float16) for name, array in weights.items()}
         arrays["lm_head.weight"] = self.output.astype(mx.float16)
         # `d2t` holds each token's id in the target's vocabulary minus its id in the draft vocabulary.
         arrays["d2t"] = mx.array(ids - np.arange(len(ids)), mx.int64)
@@ -273,6 +289,15 @@ def _layer_config(teacher: TeacherModel) -> dict[str, Any]:
         "rope_theta": float(config.get("rope_theta") or 10_000.0),
         "max_position_embeddings": teacher.context_tokens,
     }
+
+
+def _channel_sizes(hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the root mean square of each channel of the hidden states, for dividing them by it.
+
+    Channels that are almost always zero get a larger value, so that their noise is not amplified.
+    """
+    sizes = np.sqrt((hidden**2).mean(axis=0))
+    return np.maximum(sizes, _MIN_CHANNEL * np.median(sizes) + 1e-6).astype(np.float32)
 
 
 def _unit_rows(states: NDArray[np.float32]) -> NDArray[np.float32]:

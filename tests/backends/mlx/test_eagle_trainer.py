@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer, least_squares
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
-from edgespec.backends.mlx.teacher_model import token_ranks
+from edgespec.backends.mlx.teacher_model import TargetStates, token_ranks
 from edgespec.backends.mlx.trainable_eagle import UnrolledEagle, choose_draft_tokens
 from edgespec.errors import CancelledError, CapabilityError
-from edgespec.model.drafter_training import TrainingBatch
+from edgespec.model.drafter_training import DrafterTrainer, TrainingBatch
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.cases import first
 from tests.raising import raises
@@ -49,6 +54,129 @@ def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     assert (after == 0).mean() > (before == 0).mean() + 0.2
     # Four drafted tokens fit into the reply, starting from the token before it.
     assert np.bincount(owners).tolist() == [24 - 6 - 3] * 2
+
+
+def plain_norm(states: mx.array, weight: mx.array, eps: float) -> mx.array:
+    return weight * states * mx.rsqrt((states * states).mean(axis=-1, keepdims=True) + eps)
+
+
+def plain_rope(states: mx.array, dims: int, *, base: float, offset: int, **_settings: object) -> mx.array:
+    angles = mx.arange(offset, offset + states.shape[-2]).astype(mx.float64)[:, None] * mx.exp(
+        -mx.arange(dims // 2).astype(mx.float64) * (2 * math.log(base) / dims)
+    )
+    left, right = mx.split(states, 2, axis=-1)
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    return mx.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+
+@pytest.mark.parametrize("kind", first(["eagle3", "hydra", "medusa"]))
+def test_gradients_are_those_of_finite_differences(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight is moved a little in a random direction, in float64, and the loss is computed again."""
+    teacher, batch = teacher_of(folder / f"gradients of {kind}"), batch_of(2, 14)
+    trainer = teacher.head(kind).trainer(batch, np.ones(ROWS, np.int64))
+    assert isinstance(trainer, MlxHeadTrainer)
+    head, loss = trainer.head, trainer.loss(batch, 4)
+    random = np.random.default_rng(5)
+
+    def loss_of(weights: dict[str, mx.array]) -> mx.array:
+        head.weights = weights
+        return loss()
+
+    # Many weights are zero before training, so that others would have no gradients.
+    weights = {
+        name: mx.array(np.array(array) + 0.05 * random.standard_normal(array.shape).astype(np.float32))
+        for name, array in head.weights.items()
+    }
+    _, rounded = mx.value_and_grad(loss_of)(weights)
+    # MLX's own norms and rotations compute in float32 at most.
+    monkeypatch.setattr(mx.fast, "rms_norm", plain_norm)
+    monkeypatch.setattr(mx.fast, "rope", plain_rope)
+    exact = {name: array.astype(mx.float64) for name, array in weights.items()}
+    _, found = mx.value_and_grad(loss_of)(exact)
+    for name, array in exact.items():
+        step = 1e-4 * mx.array(random.standard_normal(array.shape), mx.float64)
+        change = loss_of({**exact, name: array + step}) - loss_of({**exact, name: array - step})
+        assert found[name].dtype == change.dtype == mx.float64
+        # MLX's exponential function in float64 is accurate to about six digits.
+        assert 2 * (found[name] * step).sum().item() == pytest.approx(change.item(), rel=5e-3, abs=2e-8), name
+        error = mx.linalg.norm(rounded[name].astype(mx.float64) - found[name]) / mx.linalg.norm(found[name])
+        assert error.item() < 1e-3, name
+
+
+def published_fc(trainer: DrafterTrainer, folder: Path) -> NDArray[np.float32]:
+    folder.mkdir()
+    trainer.publish(folder)
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    return np.array(arrays["fc.weight"].astype(mx.float32))
+
+
+def change_states(teacher: MlxTeacher, change: Callable[[mx.array], mx.array]) -> None:
+    """Change the hidden states that heads read, but not the teacher's logits."""
+    states = teacher.states
+
+    def changed(tokens: NDArray[np.int32], layers: Sequence[int]) -> TargetStates:
+        found = states(tokens, layers)
+        return TargetStates(change(found.hidden), found.logits)
+
+    teacher.states = changed  # type: ignore[method-assign]
+
+
+def test_large_hidden_states_are_learnt_from_as_well(folder: Path) -> None:
+    losses = []
+    for factor in (1.0, 50.0):
+        teacher, batch = teacher_of(folder / f"{factor} times"), batch_of(2)
+        change_states(teacher, lambda hidden, factor=factor: hidden * factor)  # type: ignore[misc]
+        trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))
+        losses.append([trainer.step(batch, 0.5) for _ in range(6)])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_only_states_of_the_reply_determine_the_initial_weights(folder: Path) -> None:
+    """The states of the first token are far larger than all others in most models."""
+    teacher, batch = teacher_of(folder / "first"), batch_of(2)
+    batch.replied[:, -4:] = False
+    first = published_fc(teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64)), folder / "a")
+
+    def change(hidden: mx.array) -> mx.array:
+        hidden[:, 0] *= 1e3
+        hidden[:, -3:] += 7.0
+        return hidden
+
+    change_states(teacher, change)
+    second = published_fc(teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64)), folder / "b")
+    assert np.array_equal(first, second)
+
+
+def test_the_loss_does_not_depend_on_the_number_of_drafted_tokens(folder: Path) -> None:
+    """Without its final norm, the head predicts all tokens with the same probability in each step."""
+    teacher, batch = teacher_of(folder / "comparable"), batch_of(2)
+    trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))
+    assert isinstance(trainer, MlxHeadTrainer)
+    trainer.head.weights = {**trainer.head.weights, "norm.weight": mx.zeros(64)}
+    for steps in (1, 4):
+        assert trainer.loss(batch, steps)().item() == pytest.approx(math.log(ROWS), rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [150, 300])
+def test_initial_weights_do_not_fit_noise(rows: int) -> None:
+    """There are about as many inputs as rows, as in real models, and most of the goals is noise."""
+    random = np.random.default_rng(2)
+    inputs = random.standard_normal((rows + 1000, 200), np.float32)
+    signal = inputs @ random.standard_normal((200, 3), np.float32) / np.float32(14.0)
+    goals = signal + 2 * random.standard_normal(signal.shape, np.float32)
+    predicted = inputs[rows:] @ least_squares(inputs[:rows], goals[:rows])
+    assert ((predicted - signal[rows:]) ** 2).mean() < (signal[rows:] ** 2).mean()
+
+
+def test_initial_weights_are_exact_without_noise() -> None:
+    random = np.random.default_rng(2)
+    inputs, matrix = (
+        random.standard_normal((400, 20), np.float32),
+        random.standard_normal((20, 3), np.float32),
+    )
+    assert least_squares(inputs, inputs @ matrix) == pytest.approx(matrix, rel=0.05, abs=0.05)
 
 
 @pytest.mark.long
@@ -118,7 +246,7 @@ def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
     embeddings, hidden = mx.random.normal((1, length, 32)), mx.random.normal((1, length, 96))
     unrolled = [state[0, start] for state in net.unroll(embeddings, hidden, 3)]
     # The rows up to `start` read the target's hidden states, and the later ones the row before.
-    states = net.fc(hidden)[0, : start + 1]
+    states = net.scaled_fc(hidden)[0, : start + 1]
     for depth in range(3):
         rows = start + 1 + depth
         outputs = _one_pass(net, embeddings[0, 1 : rows + 1], states)
@@ -135,11 +263,11 @@ def _one_pass(net: UnrolledEagle, embeddings: mx.array, states: mx.array) -> mx.
         return normed
 
     norm, net.norm = net.norm, keep  # type: ignore[assignment]
-    fc, net.fc = net.fc, lambda given: given  # type: ignore[assignment]
+    fc, net.scaled_fc = net.scaled_fc, lambda given: given  # type: ignore[assignment]
     shifted = mx.concatenate([mx.zeros((1, embeddings.shape[-1])), embeddings])[None]
     padded = mx.concatenate([states, mx.zeros((1, states.shape[-1]))])[None]
     list(net.unroll(shifted, padded, 1))
-    net.norm, net.fc = norm, fc
+    net.norm, net.scaled_fc = norm, fc
     return outputs[0][0, : len(embeddings)]
 
 
