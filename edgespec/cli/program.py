@@ -20,11 +20,14 @@ from edgespec.system.stdio import use_utf8
 
 __all__ = ["Program", "program"]
 
+# `run` is not in the list of commands, because it is another name for `chat`.
+_SUGGESTED_COMMANDS = {**OLLAMA_COMMANDS, "run": "run MODEL"}
+
 
 class Program(HelpfulGroup):
     """The top-level command group. Commands are imported lazily, so that edgespec starts quickly."""
 
-    foreign_commands = OLLAMA_COMMANDS
+    foreign_commands = _SUGGESTED_COMMANDS
     missing_commands = MISSING_COMMANDS
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

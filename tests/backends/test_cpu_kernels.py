@@ -213,3 +213,4 @@ assert cpu_kernels() is None
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+    assert "RuntimeWarning" in ended.stderr

@@ -151,6 +151,7 @@ def test_without_a_command_the_help_is_shown(run: Run, args: list[str]) -> None:
 def test_unknown_command_names_the_nearest(run: Run) -> None:
     one_line_error(run("generat"), 2, "'generate'", code="option_invalid")
     one_line_error(run("models", "lits"), 2, "'list'", code="option_invalid")
+    one_line_error(run("runn", "demo"), 2, "'run demo'", code="option_invalid")
 
 
 def test_ollama_commands_get_suggestions(run: Run) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -66,7 +67,7 @@ _GPU_LIBRARIES = ("cuda", "vulkan")
 @cache
 def library() -> ModuleType:
     """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
-    is_imported, kernels = "llama_cpp" in sys.modules, cpu_kernels()
+    kernels = cpu_kernels()
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -77,8 +78,6 @@ def library() -> ModuleType:
     if kernels is not None:
         _connect_kernels(kernels)
     _open_log()
-    if is_imported:
-        _LOG.warning("edgespec's CPU kernels are not used, because llama_cpp was imported earlier")
     _resend_interrupts_in_callbacks()
     callback = llama_cpp.llama_log_callback(_on_line)
     _callbacks.append(callback)
@@ -95,12 +94,17 @@ def cpu_kernels() -> ctypes.CDLL | None:
     With it, CPU attention over f16 keys and values computes a token alone exactly as among others. It has no
     effect unless it is loaded before llama.cpp, so `library` calls this first. See scripts/cpu_kernels.cpp.
     """
-    if "llama_cpp" in sys.modules:
-        return None
     package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / "lib" / f"libedgespec-kernels-{version}.so"
-        if path.is_file():
+        if path.is_file() and "llama_cpp" in sys.modules:
+            warnings.warn(
+                "llama_cpp was imported before edgespec loaded a model, so edgespec's faster CPU kernels are"
+                " not used, and replies can differ by rounding; import llama_cpp later",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif path.is_file():
             with suppress(OSError):
                 return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return None
