@@ -103,8 +103,7 @@ def test_bit_exact_model_reuses_prefixes_and_verifies_drafts() -> None:
 def rounding(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose prompts are rounded differently from its replies.
 
-    llama.cpp multiplies Q3_K weights with other kernels for prompts, and edgespec has no kernels of its own for
-    them.
+    llama.cpp multiplies Q3_K weights with other kernels for prompts, and edgespec has no kernels for them.
     """
     path = tmp_path_factory.mktemp("rounding") / "demo-q3_k_s.gguf"
     quantise(models_folder() / "demo-target-q8_0.gguf", path, "Q3_K_S")
