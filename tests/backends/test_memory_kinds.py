@@ -294,12 +294,6 @@ class TestReplies:
             assert cached([99, *PROMPT]) == 0
 
 
-def test_replies_that_share_passes_use_a_kernel_without_tiles() -> None:
-    """The tiles of other kernels contain cells of other replies, which would affect rounding."""
-    assert choose_kv_types(LoadOptions(parallel=2)).text == "bf16/f16"
-    assert choose_kv_types(LoadOptions(parallel=2, exact=False)).text == "f16"
-
-
 def test_keys_and_values_have_the_same_type() -> None:
     assert choose_kv_types(LoadOptions(), same_type=True).text == "f16"
     assert choose_kv_types(LoadOptions(kv_type="q8_0"), same_type=True).text == "q8_0"

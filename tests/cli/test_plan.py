@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from edgespec.backends.llamacpp.native import cpu_kernels
 from edgespec.store.reference import resolve
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, one_line_error
 from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
-
-# The type of cached keys and values for replies that are identical to plain decoding.
-EXACT_KV_TYPE = "f16" if cpu_kernels() else "bf16/f16"
 
 
 def test_the_contract(run: Run) -> None:
@@ -118,7 +114,7 @@ def test_what_is_given_up_is_told(run: Run) -> None:
 def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:
     asked = ("plan", "--context", "65536", "--memory", "8GiB", "--json")
     usual, exact = (json.loads(run(*asked, *more).stdout) for more in (["--exactness", "off"], []))
-    assert (usual["kv_type"], exact["kv_type"]) == ("f16", EXACT_KV_TYPE)
+    assert (usual["kv_type"], exact["kv_type"]) == ("f16", "bf16/f16")
 
 
 @pytest.mark.long
@@ -128,7 +124,7 @@ def test_the_picture(run: Run) -> None:
     assert done.stdout.startswith(
         "model demo\ndraft model demo-draft\n"
         "context 1,024 tokens (as many as the model was trained for)\n"
-        f"KV cache type {EXACT_KV_TYPE}\n"
+        "KV cache type bf16/f16\n"
         "expected speed unknown; to measure this machine, run `edgespec recommend`\n\n"
     )
     assert "of 400 MiB memory, plus up to " in done.stdout

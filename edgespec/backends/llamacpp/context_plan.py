@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.backends.llamacpp.devices import on_cpu
 from edgespec.backends.llamacpp.metadata import architecture_metadata, has_compressed_keys
-from edgespec.backends.llamacpp.native import cpu_kernels, library
+from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 from edgespec.model.base import LoadOptions
 
@@ -66,11 +66,10 @@ class KvTypes:
 def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes:
     """Return the data types of cached keys and values for `options.kv_type`.
 
-    `auto` selects f16. If `options.exact` is set, it selects bf16 keys and f16 values in two cases: without
-    the kernels in scripts/cpu_kernels.cpp, because llama.cpp's own kernels for f16 round differently for
-    other pass widths, and for concurrent replies, because all of these kernels add up tiles of cells, so that
-    the cells of other replies would affect rounding. For two different types, llama.cpp has a single kernel
-    without tiles, which is slower for prompts.
+    `auto` selects f16, or bf16 keys and f16 values if `options.exact` is set. If both types are f16,
+    llama.cpp's CPU attention has one kernel for single tokens in long contexts, another for up to 63 tokens,
+    and a third for more, and they round differently. If the types differ, it uses a single kernel, which
+    decodes just as fast on processors with bf16 instructions but processes long prompts more slowly.
 
     Args:
         options: The load options.
@@ -80,9 +79,8 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
         OptionError: `options.kv_type` is unknown, or names two types although `same_type` is set.
     """
     if options.kv_type == "auto":
-        if not options.exact or same_type or options.flash_attention == "off" or not on_cpu(options):
-            return KvTypes("f16", "f16")
-        return KvTypes("f16" if cpu_kernels() and options.parallel == 1 else "bf16", "f16")
+        supported = on_cpu(options) and options.flash_attention != "off" and not same_type
+        return KvTypes("bf16", "f16") if options.exact and supported else KvTypes("f16", "f16")
     types = parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(

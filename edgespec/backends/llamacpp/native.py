@@ -91,7 +91,7 @@ def library() -> ModuleType:
 def cpu_kernels() -> ctypes.CDLL | None:
     """Return the library that replaces some of llama.cpp's CPU kernels, or None if they are not in use.
 
-    With it, CPU attention over f16 keys and values computes a token alone exactly as among others. It has no
+    With it, products with some types of weights are the same for a token alone as among others. It has no
     effect unless it is loaded before llama.cpp, so `library` calls this first. See scripts/cpu_kernels.cpp.
     """
     package, version = find_spec("llama_cpp"), package_version("llama-cpp-python")
@@ -111,21 +111,11 @@ def cpu_kernels() -> ctypes.CDLL | None:
 
 
 def _connect_kernels(kernels: ctypes.CDLL) -> None:
-    """Pass the kernels the functions of llama.cpp that they call. Raises BackendMissingError on failure."""
+    """Pass the kernels llamafile's matrix product, unless llama.cpp was built without it."""
     from llama_cpp.llama_cpp import _lib
 
-    address = ctypes.c_void_p
-    # If llama.cpp was built without llamafile's kernels, it uses its own for all weights.
-    llamafile = ctypes.cast(_lib.llamafile_sgemm, address) if hasattr(_lib, "llamafile_sgemm") else None
-    names = ("ggml_compute_forward_flash_attn_ext", "ggml_cpu_fp16_to_fp32", "ggml_vec_soft_max_f32")
-    try:
-        functions = [ctypes.cast(getattr(_lib, name), address) for name in names]
-    except AttributeError as error:
-        raise BackendMissingError(
-            f"llama-cpp-python does not fit its CPU kernels ({Path(kernels._name).name}): {error}",
-            f"remove that file, and install both with `{setup_command()}`",
-        ) from error
-    kernels.edgespec_set_kernels(llamafile, *functions)
+    with suppress(AttributeError):
+        kernels.edgespec_set_llamafile(ctypes.cast(_lib.llamafile_sgemm, ctypes.c_void_p))
 
 
 @cache
