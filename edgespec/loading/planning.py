@@ -301,9 +301,7 @@ def _plan_pair(
         advice = (
             ""
             if plan.fits_without_streaming
-            else _find_advice(
-                fixed, fit, pair, options, budget, request.headroom_bytes, target.trained_context_tokens
-            )
+            else _find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
         )
     if pair.draft and not choice.draft:
         why = f"the draft model {pair.draft.name} does not fit in memory"
@@ -456,7 +454,6 @@ def _find_advice(
     options: LoadOptions,
     budget: Budget,
     headroom_bytes: int | None = None,
-    trained_context_tokens: int = 0,
 ) -> str:
     """Suggest an option to change or a smaller model for a plan that does not fit in memory.
 
@@ -467,14 +464,14 @@ def _find_advice(
         options: The load options.
         budget: The memory budget.
         headroom_bytes: Additional memory to reserve, or None for the default.
-        trained_context_tokens: The longest context to suggest, or 0 if there is no limit.
     """
     for name, text in _ADVICE.items():
         if name in fixed:
             choice, plan = fit(fixed - {name})
             if plan.fits:
-                context = min(choice.context_tokens, trained_context_tokens or choice.context_tokens)
-                return text.format(context=context, gpu_layers=choice.gpu_layers, experts=choice.experts)
+                return text.format(
+                    context=choice.context_tokens, gpu_layers=choice.gpu_layers, experts=choice.experts
+                )
     room = budget.total_bytes
     more = "raise --memory"
     target_bytes = pair.target.file_format.read_info(pair.target.path).size_bytes

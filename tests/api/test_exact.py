@@ -115,11 +115,14 @@ def test_generated_tokens_that_round_differently_are_read_again(rounding: str) -
     runtime, replies = day(rounding, begin_tokens=PIECE + 20, **options)
     assert runtime.target.capabilities.exact
     assert not runtime.target.capabilities.prefix_reuse_exact
-    # Only full blocks of the prompt are reused, and not its last token, which was computed alone.
+    # Only full blocks of the prompt are reused. The last one contains a token that was computed alone, and is
+    # reused only if it was read again in idle time.
     assert runtime.target.capabilities.reuse_block_tokens == 16
     shared, first, second = PIECE + 20, replies[0].stats.prompt_tokens - 1, replies[1].stats.prompt_tokens - 1
-    reused = [count // 16 * 16 for count in (shared, first, second)]
-    assert [reply.stats.cached_prompt_tokens for reply in replies] == [0, 0, *reused]
+    cached = [reply.stats.cached_prompt_tokens for reply in replies]
+    assert cached[:2] == [0, 0]
+    for found, count in zip(cached[2:], (shared, first, second), strict=True):
+        assert found in (count // 16 * 16, count // 16 * 16 + 16)
 
 
 def test_failed_commit_does_not_affect_later_replies(monkeypatch: pytest.MonkeyPatch) -> None:
