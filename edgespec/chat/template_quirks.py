@@ -109,7 +109,7 @@ class SourceQuirks:
         # those of gpt-oss and LFM2.5 read `thinking`.
         read = (key for key in _REASONING_KEYS if re.search(rf"(?:\.|\[['\"]|get\(['\"]){key}\b", source))
         self._reasoning_key = next(read, _REASONING_KEYS[0])
-        # Those of Ministral 3 read it from a part of the content.
+        # Ministral 3's templates read the reasoning from a part of the content.
         self._has_thinking_parts = bool(re.search(r"\[THINK\]'\s*\+\s*\w+\['thinking'\]", source))
         # gpt-oss's template refuses reasoning next to the text of a message that calls tools.
         self._has_text_or_reasoning = "Cannot pass both content and thinking" in source

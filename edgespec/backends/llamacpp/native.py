@@ -399,7 +399,7 @@ def library_path(llama_cpp: ModuleType, name: str) -> Path:
 
 
 def library_identity() -> tuple[list[str], str]:
-    """Return values that identify the llama.cpp build: the states of its files, and its kernels' features."""
+    """Return values that identify the llama.cpp build: its files, CPU features and kernels."""
     lib = library()
     folder = Path(lib.__file__ or "").parent / "lib"
     files = sorted(folder.iterdir()) if folder.is_dir() else []
