@@ -5,6 +5,7 @@
 // name. edgespec/backends/llamacpp/native.py loads this library before llama.cpp, and replaces these functions:
 //
 // - Matrix products. llamafile's kernels are used only for weights for which they sum like the kernel for one token.
+//   Products with F16 weights and several tokens have a kernel below, because llamafile's sums in another order.
 // - Products with Q4_K, Q5_K and Q6_K weights on processors with AVX2. llama.cpp has fast kernels for 4 or 8 tokens and
 //   more. The kernels below for fewer tokens sum in the same order.
 #include <algorithm>
@@ -19,7 +20,10 @@
 
 #include "ggml.h"
 
-struct ggml_compute_params;
+// The first members of llama.cpp's structure, whose header is not installed.
+struct ggml_compute_params {
+    int thread, threads;
+};
 
 namespace {
 using Params = ggml_compute_params;
@@ -228,6 +232,101 @@ __m256 multiply_eight_q4(int n, const EightBlocksQ4K * weights, const Activation
     return _mm256_sub_ps(result, shift);
 }
 
+// As many 32-bit floats as llama.cpp's kernel for 16-bit weights keeps in a register.
+#if defined(__AVX512F__)
+using Floats = __m512;
+constexpr int ROWS = 4;
+Floats zeros() { return _mm512_setzero_ps(); }
+Floats widen(const uint16_t * at) { return _mm512_cvtph_ps(load(at)); }
+Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+float total(Floats v) { return _mm512_reduce_add_ps(v); }
+#else
+using Floats = __m256;
+constexpr int ROWS = 2;
+Floats zeros() { return _mm256_setzero_ps(); }
+Floats widen(const uint16_t * at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
+Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+float total(Floats v) {
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), quarter = _mm_hadd_ps(half, half);
+    return _mm_cvtss_f32(_mm_hadd_ps(quarter, quarter));
+}
+#endif
+constexpr int LANES = sizeof(Floats) / sizeof(float), STEP = 4 * LANES;
+// The largest number of tokens at once, so that ROWS * TOKENS sums stay in registers.
+constexpr int TOKENS = 6;
+
+// A product of F16 matrices, as in llama.cpp: c[token * c_stride + row] = sum of a[row * a_stride + i] * b[token * b_stride + i].
+struct ProductF16 {
+    int64_t n;
+    const uint16_t * a;
+    int64_t a_stride;
+    const uint16_t * b;
+    int64_t b_stride;
+    float * c;
+    int64_t c_stride;
+};
+
+// Multiply some rows and tokens. ggml_vec_dot_f16 keeps four sums per row, of every fourth register. Computing one after
+// another for all rows and tokens leaves registers for more of them.
+template <int COUNT, int WIDTH>
+void multiply_tile(const ProductF16 & p, int64_t row, int64_t token) {
+    Floats quarters[4][COUNT][WIDTH];
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        Floats sums[COUNT][WIDTH];
+        for (auto & of_row : sums) {
+            std::fill(of_row, of_row + WIDTH, zeros());
+        }
+        const uint16_t * a = p.a + row * p.a_stride + quarter * LANES;
+        const uint16_t * b = p.b + token * p.b_stride + quarter * LANES;
+        for (int64_t i = 0; i < p.n; i += STEP) {
+            Floats inputs[WIDTH];
+            for (int t = 0; t < WIDTH; ++t) {
+                inputs[t] = widen(b + t * p.b_stride + i);
+            }
+            for (int r = 0; r < COUNT; ++r) {
+                const Floats weights = widen(a + r * p.a_stride + i);
+                for (int t = 0; t < WIDTH; ++t) {
+                    sums[r][t] = multiply_add(weights, inputs[t], sums[r][t]);
+                }
+            }
+        }
+        std::memcpy(quarters[quarter], sums, sizeof sums);
+    }
+    for (int r = 0; r < COUNT; ++r) {
+        for (int t = 0; t < WIDTH; ++t) {
+            const Floats even = add(quarters[0][r][t], quarters[2][r][t]), odd = add(quarters[1][r][t], quarters[3][r][t]);
+            p.c[(token + t) * p.c_stride + row + r] = total(add(even, odd));
+        }
+    }
+}
+
+template <int WIDTH>
+void multiply_rows(const ProductF16 & p, int64_t row, int64_t end, int64_t token) {
+    for (; row + ROWS <= end; row += ROWS) {
+        multiply_tile<ROWS, WIDTH>(p, row, token);
+    }
+    for (; row < end; ++row) {
+        multiply_tile<1, WIDTH>(p, row, token);
+    }
+}
+
+// Multiply rows `row` to `end` by all tokens, 256 KiB of weights at a time so that they stay in the cache.
+void multiply_f16(const ProductF16 & p, int64_t tokens, int64_t row, int64_t end) {
+    using Rows = void (*)(const ProductF16 &, int64_t, int64_t, int64_t);
+    constexpr Rows for_width[TOKENS] = {
+        multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>, multiply_rows<5>, multiply_rows<6>};
+    const int64_t block = std::max<int64_t>(ROWS, (128 << 10) / p.n / ROWS * ROWS);
+    const int64_t parts = (tokens + TOKENS - 1) / TOKENS;
+    for (; row < end; row += block) {
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t token = tokens * part / parts, width = tokens * (part + 1) / parts - token;
+            for_width[width - 1](p, row, std::min(row + block, end), token);
+        }
+    }
+}
+
 // Round n inputs to 8 bits exactly as llama.cpp does for four tokens at once (ggml_quantize_mat_q8_K_4x8).
 void quantise(const float * inputs, Activations * to, int64_t n) {
     const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -264,6 +363,17 @@ extern "C" void edgespec_set_llamafile(Multiply multiply) { llamafile = multiply
 extern "C" bool llamafile_sgemm(
     const Params * params, int64_t m, int64_t n, int64_t k, const void * a, int64_t lda, const void * b, int64_t ldb, void * c,
     int64_t ldc, int a_type, int b_type, int c_type) {
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    if (a_type == GGML_TYPE_F16 && b_type == GGML_TYPE_F16 && c_type == GGML_TYPE_F32 && n > 1 && k % STEP == 0) {
+        const ProductF16 product{
+            k, static_cast<const uint16_t *>(a), lda, static_cast<const uint16_t *>(b), ldb, static_cast<float *>(c), ldc};
+        // Each thread multiplies some of the rows.
+        const int64_t groups = (m + ROWS - 1) / ROWS, thread = params->thread;
+        const int64_t first = groups * thread / params->threads * ROWS;
+        multiply_f16(product, n, first, std::min(groups * (thread + 1) / params->threads * ROWS, m));
+        return true;
+    }
+#endif
     if (llamafile == nullptr || !sums_alike(a_type)) {
         return false;
     }
