@@ -1,18 +1,24 @@
-// CPU kernels that give a token the same logits whether it is computed alone, in a draft or in a long prompt.
+// CPU kernels that give a token the same logits whether it is computed alone, in a draft or in a long prompt, and that read
+// weights from memory as fast as it allows.
 //
 // Some of llama.cpp's kernels sum in another order for single tokens than for several, so that checking a draft could
 // change the reply. On Linux, a function of a library that was loaded earlier takes precedence over one of the same
 // name. edgespec/backends/llamacpp/native.py loads this library before llama.cpp, and replaces these functions:
 //
 // - Matrix products. llamafile's kernels are used only for weights for which they sum like the kernel for one token.
-//   Products with F16 weights and several tokens have a kernel below, because llamafile's sums in another order.
+//   Products with F16 and Q8_0 weights have kernels below, because those for F16 sum in another order, and read Q8_0 slowly.
 // - Products with Q4_K, Q5_K and Q6_K weights on processors with AVX2. llama.cpp has fast kernels for 4 or 8 tokens and
 //   more. The kernels below for fewer tokens sum in the same order.
+// - Products with Q4_0 weights for one token on processors with AVX2. They sum like those of llama.cpp.
+//
+// Decoding is limited by how fast weights are read. The kernels for one token therefore ask for weights ahead of time.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -66,6 +72,26 @@ struct BlockQ6K {
 struct EightBlocksQ4K {  // block_q4_Kx8: a block of each of 8 rows
     uint16_t scale[8], min_scale[8];
     uint8_t scales[8][12], low[1024];  // 12 bytes with the scales and minimums of 8 rows, for each of 8 parts
+};
+
+// How far ahead weights are requested, in bytes. Measured on a server processor: 2 to 8 KiB are equally fast.
+constexpr int AHEAD = 4096;
+
+// Ask for the weights that are needed soon, because processors do not read far enough ahead by themselves.
+template <typename Block>
+void prefetch(const Block * block) {
+    for (size_t line = 0; line < sizeof(Block); line += 64) {
+        __builtin_prefetch(reinterpret_cast<const char *>(block) + AHEAD + line, 0, 2);
+    }
+}
+
+struct BlockQ8 {  // 32 elements
+    uint16_t scale;
+    int8_t elements[32];
+};
+struct EightBlocksQ4 {  // block_q4_0x8: a block of 32 elements of each of 8 rows
+    uint16_t scale[8];
+    uint8_t low[4][32];  // rows 0 to 3, then 4 to 7: elements 0 to 7 with 16 to 23, then 8 to 15 with 24 to 31
 };
 
 __m256i load(const void * at) { return _mm256_loadu_si256(static_cast<const __m256i *>(at)); }
@@ -125,6 +151,7 @@ template <typename Block>
 float multiply_with_minimums(int n, const Block * weights, const Activations * inputs) {
     float result = 0.0f;
     for (int i = 0; i < n / 256; ++i) {
+        prefetch(weights + i);
         const __m128i unpacked = unpack_scales(weights[i].scales);
         const __m128i scales = _mm_cvtepu8_epi16(unpacked), minimums = _mm_cvtepu8_epi16(_mm_unpackhi_epi64(unpacked, unpacked));
         const __m256i both = _mm256_broadcastsi128_si256(scales), sums = load(inputs[i].sums);
@@ -168,6 +195,7 @@ float multiply_q6(int n, const BlockQ6K * weights, const Activations * inputs) {
     const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     float result = 0.0f;
     for (int i = 0; i < n / 256; ++i) {
+        prefetch(weights + i);
         const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(weights[i].scales));
         const __m256i scales = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(packed, order));
         // The stored elements are 32 too large.
@@ -189,6 +217,7 @@ __m256 multiply_eight_q4(int n, const EightBlocksQ4K * weights, const Activation
     __m256 result = _mm256_setzero_ps(), shift = _mm256_setzero_ps();
     for (int i = 0; i < n / 256; ++i) {
         const EightBlocksQ4K & block = weights[i];
+        prefetch(&block);
         const Activations & input = inputs[i];
         const __m256 input_scale = _mm256_set1_ps(input.scale);
         const __m256 scale =
@@ -257,21 +286,23 @@ constexpr int LANES = sizeof(Floats) / sizeof(float), STEP = 4 * LANES;
 // The largest number of tokens at once, so that ROWS * TOKENS sums stay in registers.
 constexpr int TOKENS = 6;
 
-// A product of F16 matrices, as in llama.cpp: c[token * c_stride + row] = sum of a[row * a_stride + i] * b[token * b_stride + i].
-struct ProductF16 {
+// A product of matrices, as in llama.cpp: c[token * c_stride + row] is the sum of the products of a[row * a_stride + i] and
+// b[token * b_stride + i] for i < n, where a and b are F16 numbers or Q8_0 blocks.
+template <typename Block>
+struct Product {
     int64_t n;
-    const uint16_t * a;
+    const Block * a;
     int64_t a_stride;
-    const uint16_t * b;
+    const Block * b;
     int64_t b_stride;
     float * c;
     int64_t c_stride;
 };
 
-// Multiply some rows and tokens. ggml_vec_dot_f16 keeps four sums per row, of every fourth register. Computing one after
-// another for all rows and tokens leaves registers for more of them.
+// Multiply some rows and tokens, and ask for as many rows from `next` on. ggml_vec_dot_f16 keeps four sums per row, of
+// every fourth register. Computing one after another for all rows and tokens leaves registers for more of them.
 template <int COUNT, int WIDTH>
-void multiply_tile(const ProductF16 & p, int64_t row, int64_t token) {
+void multiply_tile(const Product<uint16_t> & p, int64_t row, int64_t token, int64_t next) {
     Floats quarters[4][COUNT][WIDTH];
     for (int quarter = 0; quarter < 4; ++quarter) {
         Floats sums[COUNT][WIDTH];
@@ -280,7 +311,11 @@ void multiply_tile(const ProductF16 & p, int64_t row, int64_t token) {
         }
         const uint16_t * a = p.a + row * p.a_stride + quarter * LANES;
         const uint16_t * b = p.b + token * p.b_stride + quarter * LANES;
+        const uint16_t * ahead = p.a + (next + quarter * COUNT / 4) * p.a_stride;
         for (int64_t i = 0; i < p.n; i += STEP) {
+            for (int line = 0; line < STEP; line += 32) {
+                __builtin_prefetch(ahead + i + line, 0, 2);
+            }
             Floats inputs[WIDTH];
             for (int t = 0; t < WIDTH; ++t) {
                 inputs[t] = widen(b + t * p.b_stride + i);
@@ -302,29 +337,151 @@ void multiply_tile(const ProductF16 & p, int64_t row, int64_t token) {
     }
 }
 
-template <int WIDTH>
-void multiply_rows(const ProductF16 & p, int64_t row, int64_t end, int64_t token) {
-    for (; row + ROWS <= end; row += ROWS) {
-        multiply_tile<ROWS, WIDTH>(p, row, token);
+// Products of Q8_0 blocks: of two rows in one register, if it has 512 bits.
+#if defined(__AVX512VNNI__) && defined(__AVX512DQ__)
+using Bytes = __m512i;
+using Scales = __m512;
+constexpr int GROUP = 2;
+Bytes load_rows(const BlockQ8 & a, const BlockQ8 & b) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(load(a.elements)), load(b.elements), 1);
+}
+Scales load_scales(const BlockQ8 & a, const BlockQ8 & b) {
+    const __m512 low = _mm512_set1_ps(_cvtsh_ss(a.scale));
+    return _mm512_insertf32x8(low, _mm256_set1_ps(_cvtsh_ss(b.scale)), 1);
+}
+// One factor must be unsigned, so 128 is added to the inputs, and 128 times the weights are subtracted from the products.
+Bytes prepare_inputs(const BlockQ8 & b) {
+    return _mm512_xor_si512(_mm512_broadcast_i64x4(load(b.elements)), _mm512_set1_epi8(-128));
+}
+Bytes prepare_sums(Bytes weights) {
+    const Bytes sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(-128), weights);
+    return _mm512_sub_epi32(_mm512_setzero_si512(), sums);
+}
+Scales multiply_bytes(Bytes weights, Bytes inputs, Bytes sums) {
+    return _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(sums, inputs, weights));
+}
+Scales multiply_scales(Scales a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+Scales add_scaled(Scales scale, Scales parts, Scales sums) { return _mm512_fmadd_ps(scale, parts, sums); }
+__m256 part_of(Scales v, int row) { return row == 0 ? _mm512_castps512_ps256(v) : _mm512_extractf32x8_ps(v, 1); }
+#else
+using Bytes = __m256i;
+using Scales = __m256;
+constexpr int GROUP = 1;
+Bytes load_rows(const BlockQ8 & a, const BlockQ8 &) { return load(a.elements); }
+Scales load_scales(const BlockQ8 & a, const BlockQ8 &) { return _mm256_set1_ps(_cvtsh_ss(a.scale)); }
+Bytes prepare_inputs(const BlockQ8 & b) { return load(b.elements); }
+// One factor must be unsigned, so the signs of the weights are moved to the inputs.
+Bytes prepare_sums(Bytes weights) { return _mm256_sign_epi8(weights, weights); }
+Scales multiply_bytes(Bytes weights, Bytes inputs, Bytes sizes) {
+    const Bytes products = _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(inputs, weights));
+    return _mm256_cvtepi32_ps(_mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+Scales multiply_scales(Scales a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+Scales add_scaled(Scales scale, Scales parts, Scales sums) { return _mm256_fmadd_ps(scale, parts, sums); }
+__m256 part_of(Scales v, int) { return v; }
+#endif
+
+// Multiply some rows and tokens, and ask for as many rows from `next` on. The order is that of ggml_vec_dot_q8_0_q8_0.
+template <int COUNT, int WIDTH>
+void multiply_tile(const Product<BlockQ8> & p, int64_t row, int64_t token, int64_t next) {
+    constexpr int GROUPS = (COUNT + GROUP - 1) / GROUP;
+    const BlockQ8 * a = p.a + row * p.a_stride;
+    const BlockQ8 * b = p.b + token * p.b_stride;
+    const BlockQ8 * ahead = p.a + next * p.a_stride;
+    // A single row takes both places of a group.
+    const int64_t second = COUNT > 1 ? p.a_stride : 0;
+    Scales sums[GROUPS][WIDTH] = {};
+    for (int64_t i = 0; i < p.n; ++i) {
+        Bytes weights[GROUPS], prepared[GROUPS];
+        Scales scales[GROUPS];
+        for (int r = 0; r < COUNT; ++r) {
+            __builtin_prefetch(ahead + r * p.a_stride + i, 0, 2);
+        }
+        for (int g = 0; g < GROUPS; ++g) {
+            const BlockQ8 * block = a + g * GROUP * p.a_stride + i;
+            weights[g] = load_rows(block[0], block[second]);
+            scales[g] = load_scales(block[0], block[second]);
+            prepared[g] = prepare_sums(weights[g]);
+        }
+        for (int t = 0; t < WIDTH; ++t) {
+            const BlockQ8 & input = b[t * p.b_stride + i];
+            const Bytes inputs = prepare_inputs(input);
+            const float scale = _cvtsh_ss(input.scale);
+            for (int g = 0; g < GROUPS; ++g) {
+                const Scales parts = multiply_bytes(weights[g], inputs, prepared[g]);
+                sums[g][t] = add_scaled(multiply_scales(scales[g], scale), parts, sums[g][t]);
+            }
+        }
     }
-    for (; row < end; ++row) {
-        multiply_tile<1, WIDTH>(p, row, token);
+    for (int r = 0; r < COUNT; ++r) {
+        for (int t = 0; t < WIDTH; ++t) {
+            const __m256 lanes = part_of(sums[r / GROUP][t], r % GROUP);
+            __m128 v = _mm_add_ps(_mm256_extractf128_ps(lanes, 1), _mm256_castps256_ps128(lanes));
+            v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            p.c[(token + t) * p.c_stride + row + r] = _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+        }
     }
 }
 
-// Multiply rows `row` to `end` by all tokens, 256 KiB of weights at a time so that they stay in the cache.
-void multiply_f16(const ProductF16 & p, int64_t tokens, int64_t row, int64_t end) {
-    using Rows = void (*)(const ProductF16 &, int64_t, int64_t, int64_t);
-    constexpr Rows for_width[TOKENS] = {
-        multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>, multiply_rows<5>, multiply_rows<6>};
-    const int64_t block = std::max<int64_t>(ROWS, (128 << 10) / p.n / ROWS * ROWS);
+// Multiply rows `row` to `end`. Only the first tokens read the weights from memory.
+template <int WIDTH, typename Block>
+void multiply_rows(const Product<Block> & p, int64_t row, int64_t end, int64_t token, bool is_first) {
+    for (; row + ROWS <= end; row += ROWS) {
+        multiply_tile<ROWS, WIDTH>(p, row, token, is_first ? row + ROWS : row);
+    }
+    for (; row < end; ++row) {
+        multiply_tile<1, WIDTH>(p, row, token, row);
+    }
+}
+
+// Multiply this thread's rows by all tokens, 256 KiB of weights at a time so that they stay in the cache.
+template <typename Block>
+void multiply(const Params & params, const Product<Block> & p, int64_t rows, int64_t tokens) {
+    using Rows = void (*)(const Product<Block> &, int64_t, int64_t, int64_t, bool);
+    constexpr Rows for_width[TOKENS] = {multiply_rows<1, Block>, multiply_rows<2, Block>, multiply_rows<3, Block>,
+                                        multiply_rows<4, Block>, multiply_rows<5, Block>, multiply_rows<6, Block>};
+    const int64_t groups = (rows + ROWS - 1) / ROWS;
+    const int64_t end = std::min(groups * (params.thread + 1) / params.threads * ROWS, rows);
+    const int64_t block = std::max<int64_t>(1, (256 << 10) / (ROWS * p.n * sizeof(Block))) * ROWS;
     const int64_t parts = (tokens + TOKENS - 1) / TOKENS;
-    for (; row < end; row += block) {
+    for (int64_t row = groups * params.thread / params.threads * ROWS; row < end; row += block) {
         for (int64_t part = 0; part < parts; ++part) {
             const int64_t token = tokens * part / parts, width = tokens * (part + 1) / parts - token;
-            for_width[width - 1](p, row, std::min(row + block, end), token);
+            for_width[width - 1](p, row, std::min(row + block, end), token, part == 0);
         }
     }
+}
+
+// Multiply 8 rows of Q4_0 weights by inputs whose sums of 32 elements are given, like ggml_gemv_q4_0_8x8_q8_0.
+__m256 multiply_eight_q4_0(int n, const EightBlocksQ4 * weights, const BlockQ8 * inputs, const int32_t * input_sums) {
+    const __m256i mask = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(8), ones = _mm256_set1_epi16(1);
+    const __m128i order = _mm_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);  // that of hadd below
+    __m256 result = _mm256_setzero_ps();
+    for (int i = 0; i < n / 32; ++i) {
+        prefetch(weights + i);
+        __m256i rows[2];
+        for (int half = 0; half < 2; ++half) {
+            __m256i products[2];
+            for (int part = 0; part < 2; ++part) {
+                const __m256i packed = load(weights[i].low[2 * part + half]);
+                // Elements are stored as signed 4-bit numbers. Add 8 to each, because one factor must be unsigned.
+                const __m256i first = _mm256_xor_si256(_mm256_and_si256(packed, mask), sign);
+                const __m256i second = _mm256_xor_si256(_mm256_and_si256(_mm256_srli_epi16(packed, 4), mask), sign);
+                int64_t a, b;
+                std::memcpy(&a, inputs[i].elements + 8 * part, 8), std::memcpy(&b, inputs[i].elements + 16 + 8 * part, 8);
+                products[part] = _mm256_add_epi16(
+                    _mm256_maddubs_epi16(first, _mm256_set1_epi64x(a)), _mm256_maddubs_epi16(second, _mm256_set1_epi64x(b)));
+            }
+            rows[half] = _mm256_madd_epi16(_mm256_add_epi16(products[0], products[1]), ones);
+        }
+        const __m256i excess = _mm256_set1_epi32(8 * input_sums[i]);
+        const __m256i total = _mm256_sub_epi32(_mm256_hadd_epi32(rows[0], rows[1]), excess);
+        const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(weights[i].scale));
+        const __m256 scale = _mm256_cvtph_ps(_mm_shuffle_epi8(halves, order));
+        const __m256 input_scale = _mm256_set1_ps(_cvtsh_ss(inputs[i].scale));
+        result = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scale, input_scale), result);
+    }
+    return _mm256_permutevar8x32_ps(result, _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
 }
 
 // Round n inputs to 8 bits exactly as llama.cpp does for four tokens at once (ggml_quantize_mat_q8_K_4x8).
@@ -364,14 +521,21 @@ extern "C" bool llamafile_sgemm(
     const Params * params, int64_t m, int64_t n, int64_t k, const void * a, int64_t lda, const void * b, int64_t ldb, void * c,
     int64_t ldc, int a_type, int b_type, int c_type) {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-    if (a_type == GGML_TYPE_F16 && b_type == GGML_TYPE_F16 && c_type == GGML_TYPE_F32 && n > 1 && k % STEP == 0) {
-        const ProductF16 product{
-            k, static_cast<const uint16_t *>(a), lda, static_cast<const uint16_t *>(b), ldb, static_cast<float *>(c), ldc};
-        // Each thread multiplies some of the rows.
-        const int64_t groups = (m + ROWS - 1) / ROWS, thread = params->thread;
-        const int64_t first = groups * thread / params->threads * ROWS;
-        multiply_f16(product, n, first, std::min(groups * (thread + 1) / params->threads * ROWS, m));
-        return true;
+    const auto multiply_blocks = [&](auto block) {
+        using Block = decltype(block);
+        const Product<Block> product{
+            k, static_cast<const Block *>(a), lda, static_cast<const Block *>(b), ldb, static_cast<float *>(c), ldc};
+        multiply(*params, product, m, n);
+    };
+    if (k > 0 && c_type == GGML_TYPE_F32 && a_type == b_type) {
+        if (a_type == GGML_TYPE_F16 && k % STEP == 0) {
+            multiply_blocks(uint16_t());
+            return true;
+        }
+        if (a_type == GGML_TYPE_Q8_0) {
+            multiply_blocks(BlockQ8());
+            return true;
+        }
     }
 #endif
     if (llamafile == nullptr || !sums_alike(a_type)) {
@@ -406,6 +570,20 @@ extern "C" void ggml_gemv_q4_K_8x8_q8_K(
     const EightBlocksQ4K * blocks = static_cast<const EightBlocksQ4K *>(weights);
     for (int row = 0; row < rows; row += 8, blocks += n / 256) {
         _mm256_storeu_ps(result + row, multiply_eight_q4(n, blocks, static_cast<const Activations *>(inputs)));
+    }
+}
+
+extern "C" void ggml_gemv_q4_0_8x8_q8_0(
+    int n, float * result, size_t, const void * weights, const void * inputs, int, int rows) {
+    const EightBlocksQ4 * blocks = static_cast<const EightBlocksQ4 *>(weights);
+    const BlockQ8 * row_inputs = static_cast<const BlockQ8 *>(inputs);
+    thread_local std::vector<int32_t> sums;
+    sums.resize(n / 32);
+    for (int i = 0; i < n / 32; ++i) {
+        sums[i] = std::accumulate(row_inputs[i].elements, row_inputs[i].elements + 32, 0);
+    }
+    for (int row = 0; row < rows; row += 8, blocks += n / 32) {
+        _mm256_storeu_ps(result + row, multiply_eight_q4_0(n, blocks, row_inputs, sums.data()));
     }
 }
 #endif

@@ -44,10 +44,10 @@ def inputs_for(rows: int) -> Array:
 
 
 @needs_avx2
-@pytest.mark.parametrize("kind", [1, 12, 13, 14], ids=["F16", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", [1, 8, 12, 13, 14], ids=["F16", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_tokens_are_multiplied_as_among_others(lib: Any, kind: int, threads: int) -> None:
-    rows = 23  # The F16 kernel computes 2 or 4 rows at once.
+    rows = 23  # The kernels for F16 and Q8_0 compute 2 or 4 rows at once.
     weights = np.random.default_rng(3).normal(size=(rows, WIDTH)).astype(np.float32)
     inputs = inputs_for(40)
 
@@ -78,6 +78,73 @@ def test_tokens_are_multiplied_as_among_others(lib: Any, kind: int, threads: int
         assert np.array_equal(product(first, count), together[first : first + count])
 
 
+def pointer(array: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@needs_avx2
+@pytest.mark.parametrize("kind", [1, 8], ids=["F16", "Q8_0"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6, 17])
+def test_rows_are_multiplied_like_llama_cpps_kernel_for_one(
+    lib: Any, kind: int, threads: int, rows: int, tokens: int
+) -> None:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    dot, row_bytes = {
+        1: (lib.ggml_vec_dot_f16, 2 * WIDTH),
+        8: (lib.ggml_vec_dot_q8_0_q8_0, WIDTH // 32 * 34),
+    }[kind]
+    items = WIDTH if kind == 1 else WIDTH // 32
+
+    def converted(count: int, seed: int) -> NDArray[np.uint8]:
+        numbers = np.random.default_rng(seed).normal(size=(count, WIDTH)).astype(np.float32)
+        numbers[0, 3], numbers[0, 32:96] = -40.0, 0.0
+        found = np.empty((count, row_bytes), np.uint8)
+        sizes = [ctypes.c_int64(number) for number in (0, count, WIDTH)]
+        lib.ggml_quantize_chunk(kind, pointer(numbers), pointer(found), *sizes, None)
+        return found
+
+    weights, inputs = converted(rows, 1), converted(tokens, 2)
+    found, expected = np.empty((tokens, rows), np.float32), np.empty((tokens, rows), np.float32)
+    kernels.llamafile_sgemm.restype = ctypes.c_bool
+    for thread in range(threads):
+        params = (ctypes.c_int * 16)(thread, threads)
+        m, n, k = ctypes.c_int64(rows), ctypes.c_int64(tokens), ctypes.c_int64(items)
+        a, b, c = pointer(weights), pointer(inputs), pointer(found)
+        assert kernels.llamafile_sgemm(params, m, n, k, a, k, b, k, c, m, kind, kind, F32)
+    zero = ctypes.c_size_t(0)
+    for token in range(tokens):
+        for row in range(rows):
+            at = ctypes.c_void_p(expected.ctypes.data + 4 * (token * rows + row))
+            dot(WIDTH, at, zero, pointer(weights[row]), zero, pointer(inputs[token]), zero, 1)
+    assert np.array_equal(found, expected)
+
+
+@needs_avx2
+def test_repacked_q4_0_weights_are_multiplied_like_llama_cpps_kernel(lib: Any) -> None:
+    kernels, blocks = cpu_kernels(), WIDTH // 32
+    assert kernels is not None
+    random = np.random.default_rng(5)
+    weights = np.empty((ROWS // 8, blocks), np.dtype([("scale", "<f2", 8), ("low", "u1", 128)]))
+    weights["scale"] = random.uniform(-0.01, 0.01, (*weights.shape, 8))
+    weights["low"] = random.integers(0, 256, (*weights.shape, 128))
+    inputs = random.normal(size=WIDTH).astype(np.float32)
+    rounded = np.empty(34 * blocks, np.uint8)
+    sizes = [ctypes.c_int64(number) for number in (0, 1, WIDTH)]
+    lib.ggml_quantize_chunk(8, pointer(inputs), pointer(rounded), *sizes, None)
+    found, expected = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
+    for multiply, result in (
+        (kernels.ggml_gemv_q4_0_8x8_q8_0, found),
+        (lib.ggml_gemv_q4_0_8x8_q8_0, expected),
+    ):
+        stride = ctypes.c_size_t(ROWS)
+        multiply(WIDTH, pointer(result), stride, pointer(weights), pointer(rounded), 1, ROWS)
+    assert np.array_equal(found, expected)
+    assert np.abs(expected).max() > 0
+
+
 @needs_avx2
 def test_repacked_weights_are_multiplied_as_for_four_tokens(lib: Any) -> None:
     kernels, blocks = cpu_kernels(), WIDTH // 256
@@ -94,10 +161,6 @@ def test_repacked_weights_are_multiplied_as_for_four_tokens(lib: Any) -> None:
     weights["scales"] = random.integers(0, 256, (*weights.shape, 96))
     weights["low"] = random.integers(0, 256, (*weights.shape, 1024))
     size = ctypes.c_int64(WIDTH)
-
-    def pointer(array: NDArray[Any]) -> ctypes.c_void_p:
-        return ctypes.c_void_p(array.ctypes.data)
-
     for first in (0, 4):
         four = np.ascontiguousarray(inputs[first : first + 4])
         rounded, together = np.empty(4 * 292 * blocks, np.uint8), np.empty((4, ROWS), np.float32)
