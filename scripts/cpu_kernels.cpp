@@ -85,6 +85,11 @@ void prefetch(const Block * block) {
     }
 }
 
+struct FourActivations {  // block_q8_Kx4: a block of each of 4 tokens
+    float scale[4];
+    int8_t elements[32][4][8];  // 8 elements of each token, for each of 32 parts
+    int16_t sums[4][4][4];      // of 16 elements each: 4 of each token, for each of 4 parts
+};
 struct BlockQ8 {  // 32 elements
     uint16_t scale;
     int8_t elements[32];
@@ -452,6 +457,86 @@ void multiply(const Params & params, const Product<Block> & p, int64_t rows, int
     }
 }
 
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+__m512i repeat_bytes(const int8_t * eight) {
+    int64_t bytes;
+    std::memcpy(&bytes, eight, 8);
+    return _mm512_set1_epi64(bytes);
+}
+
+// Return a in the low half and b in the high half.
+__m512 join(float a, float b) { return _mm512_insertf32x8(_mm512_set1_ps(a), _mm256_set1_ps(b), 1); }
+
+__m512 widen_both(const uint16_t * eight) {
+    return _mm512_broadcast_f32x8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(eight))));
+}
+
+// Multiply 8 rows of Q4_K weights by 4 tokens, like multiply_eight_q4. A register holds 8 results of two tokens.
+void multiply_eight_q4_by_four(
+    int n, const EightBlocksQ4K * weights, const FourActivations * inputs, float * to, size_t stride) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    // Repeat the scale of each row, one per 64 bits.
+    const __m512i each_row = _mm512_setr_epi64(
+        0x0100010001000100, 0x0302030203020302, 0x0504050405040504, 0x0706070607060706, 0x0908090809080908,
+        0x0b0a0b0a0b0a0b0a, 0x0d0c0d0c0d0c0d0c, 0x0f0e0f0e0f0e0f0e);
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    const __m512i sums_of[2] = {
+        _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1),
+        _mm512_setr_epi32(4, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5)};
+    __m512 results[2] = {}, shifts[2] = {};
+    for (int i = 0; i < n / 256; ++i) {
+        const EightBlocksQ4K & block = weights[i];
+        prefetch(&block);
+        const FourActivations & input = inputs[i];
+        __m512 scales[2], min_scales[2];
+        for (int half = 0; half < 2; ++half) {
+            const __m512 input_scales = join(input.scale[2 * half], input.scale[2 * half + 1]);
+            scales[half] = _mm512_mul_ps(widen_both(block.scale), input_scales);
+            min_scales[half] = _mm512_mul_ps(widen_both(block.min_scale), input_scales);
+        }
+        for (int pair = 0; pair < 4; ++pair) {
+            __m512i first[4] = {}, second[4] = {};
+            for (int chunk = 0; chunk < 4; ++chunk) {
+                const __m512i packed = _mm512_loadu_si512(block.low + 256 * pair + 64 * chunk);
+                const __m512i low = _mm512_and_si512(packed, mask);
+                const __m512i high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+                for (int t = 0; t < 4; ++t) {
+                    const __m512i a = repeat_bytes(input.elements[8 * pair + chunk][t]);
+                    const __m512i b = repeat_bytes(input.elements[8 * pair + 4 + chunk][t]);
+                    first[t] = _mm512_add_epi16(first[t], _mm512_maddubs_epi16(low, a));
+                    second[t] = _mm512_add_epi16(second[t], _mm512_maddubs_epi16(high, b));
+                }
+            }
+            const __m128i a = unpack_scales(block.scales[2 * pair]), b = unpack_scales(block.scales[2 * pair + 1]);
+            const __m512i scales_a = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_cvtepu8_epi16(a)), each_row);
+            const __m512i scales_b = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_cvtepu8_epi16(b)), each_row);
+            const __m512i minimums = _mm512_broadcast_i64x4(_mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b)));
+            // The sums of both parts of each token, as pairs of 16 bits.
+            const __m256i sums = _mm256_madd_epi16(load(input.sums[pair]), _mm256_set1_epi16(1));
+            const __m512i pair_sums = _mm512_castsi256_si512(_mm256_packs_epi32(sums, sums));
+            for (int half = 0; half < 2; ++half) {
+                __m512i totals[2];
+                for (int t = 0; t < 2; ++t) {
+                    totals[t] = _mm512_add_epi32(
+                        _mm512_madd_epi16(first[2 * half + t], scales_a), _mm512_madd_epi16(second[2 * half + t], scales_b));
+                }
+                const __m512i total = _mm512_add_epi32(
+                    _mm512_permutex2var_epi32(totals[0], even, totals[1]), _mm512_permutex2var_epi32(totals[0], odd, totals[1]));
+                results[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), scales[half], results[half]);
+                const __m512i shift = _mm512_madd_epi16(minimums, _mm512_permutexvar_epi32(sums_of[half], pair_sums));
+                shifts[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(shift), min_scales[half], shifts[half]);
+            }
+        }
+    }
+    for (int half = 0; half < 2; ++half) {
+        const __m512 both = _mm512_sub_ps(results[half], shifts[half]);
+        _mm256_storeu_ps(to + 2 * half * stride, _mm512_castps512_ps256(both));
+        _mm256_storeu_ps(to + (2 * half + 1) * stride, _mm512_extractf32x8_ps(both, 1));
+    }
+}
+#endif
+
 // Multiply 8 rows of Q4_0 weights by inputs whose sums of 32 elements are given, like ggml_gemv_q4_0_8x8_q8_0.
 __m256 multiply_eight_q4_0(int n, const EightBlocksQ4 * weights, const BlockQ8 * inputs, const int32_t * input_sums) {
     const __m256i mask = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(8), ones = _mm256_set1_epi16(1);
@@ -572,6 +657,20 @@ extern "C" void ggml_gemv_q4_K_8x8_q8_K(
         _mm256_storeu_ps(result + row, multiply_eight_q4(n, blocks, static_cast<const Activations *>(inputs)));
     }
 }
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+// Multiply all rows of repacked weights by groups of 4 tokens.
+extern "C" void ggml_gemm_q4_K_8x8_q8_K(
+    int n, float * result, size_t stride, const void * weights, const void * inputs, int tokens, int rows) {
+    const EightBlocksQ4K * blocks = static_cast<const EightBlocksQ4K *>(weights);
+    for (int row = 0; row < rows; row += 8, blocks += n / 256) {
+        const FourActivations * four = static_cast<const FourActivations *>(inputs);
+        for (int token = 0; token < tokens; token += 4, four += n / 256) {
+            multiply_eight_q4_by_four(n, blocks, four, result + token * stride + row, stride);
+        }
+    }
+}
+#endif
 
 extern "C" void ggml_gemv_q4_0_8x8_q8_0(
     int n, float * result, size_t, const void * weights, const void * inputs, int, int rows) {

@@ -168,6 +168,10 @@ def test_repacked_weights_are_multiplied_as_for_four_tokens(lib: Any) -> None:
         stride = ctypes.c_size_t(ROWS)
         arguments = (pointer(weights), pointer(rounded), 4, ROWS)
         lib.ggml_gemm_q4_K_8x8_q8_K(WIDTH, pointer(together), stride, *arguments)
+        ours = np.empty((4, ROWS), np.float32)
+        if hasattr(kernels, "ggml_gemm_q4_K_8x8_q8_K"):  # on processors with AVX-512
+            kernels.ggml_gemm_q4_K_8x8_q8_K(WIDTH, pointer(ours), stride, *arguments)
+            assert np.array_equal(ours, together)
         for row in range(4):
             alone, rounded = np.empty(ROWS, np.float32), np.empty(292 * blocks, np.uint8)
             kernels.quantize_row_q8_K(pointer(four[row]), pointer(rounded), size)
