@@ -135,82 +135,111 @@ __m256i repeat(__m256i v) {
     return _mm256_shuffle_epi8(v, _mm256_set1_epi16(2 * INDEX + 256 * (2 * INDEX + 1)));
 }
 
-// Add 64 products of weights and activations to `total`, for the parts 2 * PAIR and 2 * PAIR + 1 of a block.
+// A block of 256 weights as unsigned bytes, with the scale of each pair of 16 bits that maddubs makes of them.
+struct Unpacked {
+    __m256i bytes[8], scales[8];
+};
+
+// Unpack 64 weights of Q4_K or Q5_K, which are the parts 2 * PAIR and 2 * PAIR + 1 of a block.
 template <int PAIR, typename Block>
-void add_pair(__m256i & total, const Block & weights, const Activations & inputs, __m256i scales) {
-    const __m256i packed = load(weights.low + 32 * PAIR), mask = _mm256_set1_epi8(15);
+void unpack_pair(Unpacked & to, const Block & block, __m256i scales) {
+    const __m256i packed = load(block.low + 32 * PAIR), mask = _mm256_set1_epi8(15);
     __m256i first = _mm256_and_si256(packed, mask), second = _mm256_and_si256(_mm256_srli_epi16(packed, 4), mask);
     if constexpr (std::is_same_v<Block, BlockQ5K>) {
-        const __m256i high = _mm256_srli_epi16(load(weights.high), 2 * PAIR);
+        const __m256i high = _mm256_srli_epi16(load(block.high), 2 * PAIR);
         first = _mm256_or_si256(first, _mm256_slli_epi16(_mm256_and_si256(high, _mm256_set1_epi8(1)), 4));
         second = _mm256_or_si256(second, _mm256_slli_epi16(_mm256_and_si256(high, _mm256_set1_epi8(2)), 3));
     }
-    first = _mm256_maddubs_epi16(first, load(inputs.elements + 64 * PAIR));
-    second = _mm256_maddubs_epi16(second, load(inputs.elements + 64 * PAIR + 32));
-    total = _mm256_add_epi32(total, _mm256_madd_epi16(first, repeat<2 * PAIR>(scales)));
-    total = _mm256_add_epi32(total, _mm256_madd_epi16(second, repeat<2 * PAIR + 1>(scales)));
+    to.bytes[2 * PAIR] = first, to.bytes[2 * PAIR + 1] = second;
+    to.scales[2 * PAIR] = repeat<2 * PAIR>(scales), to.scales[2 * PAIR + 1] = repeat<2 * PAIR + 1>(scales);
 }
 
-// Multiply a row of Q4_K or Q5_K weights. Like llama.cpp's tiles, add up a block's integers before scaling them.
+// Q4_K and Q5_K have a minimum for each 32 weights.
 template <typename Block>
-float multiply_with_minimums(int n, const Block * weights, const Activations * inputs) {
-    float result = 0.0f;
-    for (int i = 0; i < n / 256; ++i) {
-        prefetch(weights + i);
-        const __m128i unpacked = unpack_scales(weights[i].scales);
-        const __m128i scales = _mm_cvtepu8_epi16(unpacked), minimums = _mm_cvtepu8_epi16(_mm_unpackhi_epi64(unpacked, unpacked));
-        const __m256i both = _mm256_broadcastsi128_si256(scales), sums = load(inputs[i].sums);
-        __m256i total = _mm256_setzero_si256();
-        add_pair<0>(total, weights[i], inputs[i], both);
-        add_pair<1>(total, weights[i], inputs[i], both);
-        add_pair<2>(total, weights[i], inputs[i], both);
-        add_pair<3>(total, weights[i], inputs[i], both);
+struct UnpackedBlock : Unpacked {
+    float scale, min_scale;
+    __m128i minimums;
+
+    explicit UnpackedBlock(const Block & block) : scale(_cvtsh_ss(block.scale)), min_scale(_cvtsh_ss(block.min_scale)) {
+        const __m128i both = unpack_scales(block.scales);
+        const __m256i scales_of_parts = _mm256_broadcastsi128_si256(_mm_cvtepu8_epi16(both));
+        minimums = _mm_cvtepu8_epi16(_mm_unpackhi_epi64(both, both));
+        unpack_pair<0>(*this, block, scales_of_parts);
+        unpack_pair<1>(*this, block, scales_of_parts);
+        unpack_pair<2>(*this, block, scales_of_parts);
+        unpack_pair<3>(*this, block, scales_of_parts);
+    }
+
+    float scaled(__m256i total, const Activations & inputs) const {
+        const __m256i sums = load(inputs.sums);
         const __m128i pairs = _mm_hadd_epi16(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-        const float scaled = _cvtsh_ss(weights[i].scale) * sum(total);
-        const float shift = sum(_mm_madd_epi16(pairs, minimums));
-        const float product = std::fma(-_cvtsh_ss(weights[i].min_scale), shift, scaled);
-        result = add_product(result, product, inputs[i].scale);
+        const float product = scale * sum(total);
+        return std::fma(-min_scale, static_cast<float>(sum(_mm_madd_epi16(pairs, minimums))), product);
     }
-    return result;
-}
+};
 
-// Add 128 products of Q6_K weights and activations to `total`.
+// Unpack 128 weights of Q6_K.
 template <int HALF>
-void add_half(__m256i & total, const BlockQ6K & weights, const Activations & inputs, __m256i scales) {
-    const __m256i first = load(weights.low + 64 * HALF), second = load(weights.low + 64 * HALF + 32);
-    const __m256i high = load(weights.high + 32 * HALF), mask = _mm256_set1_epi8(15), bits = _mm256_set1_epi8(48);
-    const __m256i parts[4] = {
-        _mm256_or_si256(_mm256_and_si256(first, mask), _mm256_and_si256(_mm256_slli_epi16(high, 4), bits)),
-        _mm256_or_si256(_mm256_and_si256(second, mask), _mm256_and_si256(_mm256_slli_epi16(high, 2), bits)),
-        _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(first, 4), mask), _mm256_and_si256(high, bits)),
-        _mm256_or_si256(
-            _mm256_and_si256(_mm256_srli_epi16(second, 4), mask), _mm256_and_si256(_mm256_srli_epi16(high, 2), bits)),
-    };
-    const int8_t * elements = inputs.elements + 128 * HALF;
-    const __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(parts[0], load(elements)), repeat<4 * HALF>(scales));
-    const __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(parts[1], load(elements + 32)), repeat<4 * HALF + 1>(scales));
-    const __m256i c = _mm256_madd_epi16(_mm256_maddubs_epi16(parts[2], load(elements + 64)), repeat<4 * HALF + 2>(scales));
-    const __m256i d = _mm256_madd_epi16(_mm256_maddubs_epi16(parts[3], load(elements + 96)), repeat<4 * HALF + 3>(scales));
-    total = _mm256_add_epi32(total, _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)));
+void unpack_half(Unpacked & to, const BlockQ6K & block, __m256i scales) {
+    const __m256i first = load(block.low + 64 * HALF), second = load(block.low + 64 * HALF + 32);
+    const __m256i high = load(block.high + 32 * HALF), mask = _mm256_set1_epi8(15), bits = _mm256_set1_epi8(48);
+    __m256i * bytes = to.bytes + 4 * HALF;
+    bytes[0] = _mm256_or_si256(_mm256_and_si256(first, mask), _mm256_and_si256(_mm256_slli_epi16(high, 4), bits));
+    bytes[1] = _mm256_or_si256(_mm256_and_si256(second, mask), _mm256_and_si256(_mm256_slli_epi16(high, 2), bits));
+    bytes[2] = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(first, 4), mask), _mm256_and_si256(high, bits));
+    bytes[3] = _mm256_or_si256(
+        _mm256_and_si256(_mm256_srli_epi16(second, 4), mask), _mm256_and_si256(_mm256_srli_epi16(high, 2), bits));
+    to.scales[4 * HALF] = repeat<4 * HALF>(scales), to.scales[4 * HALF + 1] = repeat<4 * HALF + 1>(scales);
+    to.scales[4 * HALF + 2] = repeat<4 * HALF + 2>(scales), to.scales[4 * HALF + 3] = repeat<4 * HALF + 3>(scales);
 }
 
-// Multiply a row of Q6_K weights. Like llama.cpp's tiles, add up a block's integers before scaling them.
-float multiply_q6(int n, const BlockQ6K * weights, const Activations * inputs) {
-    // Even scales, then odd ones, because a vector of 32 elements has two scales.
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    float result = 0.0f;
-    for (int i = 0; i < n / 256; ++i) {
-        prefetch(weights + i);
-        const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(weights[i].scales));
-        const __m256i scales = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(packed, order));
-        // The stored elements are 32 too large.
-        const __m256i excess = _mm256_madd_epi16(load(inputs[i].sums), _mm256_cvtepi8_epi16(packed));
-        __m256i total = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(excess, 5));
-        add_half<0>(total, weights[i], inputs[i], scales);
-        add_half<1>(total, weights[i], inputs[i], scales);
-        result = add_product(result, _cvtsh_ss(weights[i].scale) * sum(total), inputs[i].scale);
+// Q6_K has a signed scale for each 16 weights, which are stored 32 too large.
+template <>
+struct UnpackedBlock<BlockQ6K> : Unpacked {
+    float scale;
+    __m256i scales_of_16;
+
+    explicit UnpackedBlock(const BlockQ6K & block) : scale(_cvtsh_ss(block.scale)) {
+        const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block.scales));
+        // Even scales, then odd ones, because a vector of 32 weights has two scales.
+        const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+        const __m256i ordered = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(packed, order));
+        scales_of_16 = _mm256_cvtepi8_epi16(packed);
+        unpack_half<0>(*this, block, ordered);
+        unpack_half<1>(*this, block, ordered);
     }
-    return result;
+
+    float scaled(__m256i total, const Activations & inputs) const {
+        const __m256i excess = _mm256_madd_epi16(load(inputs.sums), scales_of_16);
+        return scale * sum(_mm256_sub_epi32(total, _mm256_slli_epi32(excess, 5)));
+    }
+};
+
+// Multiply a row of Q4_K, Q5_K or Q6_K weights by some tokens. Like llama.cpp's tiles, add up a block's integers before
+// scaling them.
+template <int WIDTH, typename Block>
+void multiply_row(int64_t n, const Block * weights, const Activations * inputs, int64_t stride, float (&results)[WIDTH]) {
+    std::fill(results, results + WIDTH, 0.0f);
+    for (int64_t i = 0; i < n; ++i) {
+        prefetch(weights + i);
+        const UnpackedBlock<Block> block(weights[i]);
+        for (int t = 0; t < WIDTH; ++t) {
+            const Activations & input = inputs[t * stride + i];
+            __m256i total = _mm256_setzero_si256();
+            for (int part = 0; part < 8; ++part) {
+                const __m256i products = _mm256_maddubs_epi16(block.bytes[part], load(input.elements + 32 * part));
+                total = _mm256_add_epi32(total, _mm256_madd_epi16(products, block.scales[part]));
+            }
+            results[t] = add_product(results[t], block.scaled(total, input), input.scale);
+        }
+    }
+}
+
+template <typename Block>
+void multiply_one(int n, const Block * weights, const void * inputs, float * result) {
+    float results[1];
+    multiply_row(n / 256, weights, static_cast<const Activations *>(inputs), 0, results);
+    *result = results[0];
 }
 
 // Multiply 8 rows of Q4_K weights. Like llama.cpp's kernel for 4 tokens, add up the integers of 64 elements before scaling them.
@@ -292,13 +321,13 @@ constexpr int LANES = sizeof(Floats) / sizeof(float), STEP = 4 * LANES;
 constexpr int TOKENS = 6;
 
 // A product of matrices, as in llama.cpp: c[token * c_stride + row] is the sum of the products of a[row * a_stride + i] and
-// b[token * b_stride + i] for i < n, where a and b are F16 numbers or Q8_0 blocks.
-template <typename Block>
+// b[token * b_stride + i] for i < n, where a and b consist of F16 numbers or of blocks.
+template <typename Block, typename Input = Block>
 struct Product {
     int64_t n;
     const Block * a;
     int64_t a_stride;
-    const Block * b;
+    const Input * b;
     int64_t b_stride;
     float * c;
     int64_t c_stride;
@@ -428,9 +457,20 @@ void multiply_tile(const Product<BlockQ8> & p, int64_t row, int64_t token, int64
     }
 }
 
+template <int COUNT, int WIDTH, typename Block>
+void multiply_tile(const Product<Block, Activations> & p, int64_t row, int64_t token, int64_t) {
+    for (int r = 0; r < COUNT; ++r) {
+        float results[WIDTH];
+        multiply_row<WIDTH>(p.n, p.a + (row + r) * p.a_stride, p.b + token * p.b_stride, p.b_stride, results);
+        for (int t = 0; t < WIDTH; ++t) {
+            p.c[(token + t) * p.c_stride + row + r] = results[t];
+        }
+    }
+}
+
 // Multiply rows `row` to `end`. Only the first tokens read the weights from memory.
-template <int WIDTH, typename Block>
-void multiply_rows(const Product<Block> & p, int64_t row, int64_t end, int64_t token, bool is_first) {
+template <int WIDTH, typename Block, typename Input>
+void multiply_rows(const Product<Block, Input> & p, int64_t row, int64_t end, int64_t token, bool is_first) {
     for (; row + ROWS <= end; row += ROWS) {
         multiply_tile<ROWS, WIDTH>(p, row, token, is_first ? row + ROWS : row);
     }
@@ -440,11 +480,12 @@ void multiply_rows(const Product<Block> & p, int64_t row, int64_t end, int64_t t
 }
 
 // Multiply this thread's rows by all tokens, 256 KiB of weights at a time so that they stay in the cache.
-template <typename Block>
-void multiply(const Params & params, const Product<Block> & p, int64_t rows, int64_t tokens) {
-    using Rows = void (*)(const Product<Block> &, int64_t, int64_t, int64_t, bool);
-    constexpr Rows for_width[TOKENS] = {multiply_rows<1, Block>, multiply_rows<2, Block>, multiply_rows<3, Block>,
-                                        multiply_rows<4, Block>, multiply_rows<5, Block>, multiply_rows<6, Block>};
+template <typename Block, typename Input>
+void multiply(const Params & params, const Product<Block, Input> & p, int64_t rows, int64_t tokens) {
+    using Rows = void (*)(const Product<Block, Input> &, int64_t, int64_t, int64_t, bool);
+    constexpr Rows for_width[TOKENS] = {multiply_rows<1, Block, Input>, multiply_rows<2, Block, Input>,
+                                        multiply_rows<3, Block, Input>, multiply_rows<4, Block, Input>,
+                                        multiply_rows<5, Block, Input>, multiply_rows<6, Block, Input>};
     const int64_t groups = (rows + ROWS - 1) / ROWS;
     const int64_t end = std::min(groups * (params.thread + 1) / params.threads * ROWS, rows);
     const int64_t block = std::max<int64_t>(1, (256 << 10) / (ROWS * p.n * sizeof(Block))) * ROWS;
@@ -606,20 +647,27 @@ extern "C" bool llamafile_sgemm(
     const Params * params, int64_t m, int64_t n, int64_t k, const void * a, int64_t lda, const void * b, int64_t ldb, void * c,
     int64_t ldc, int a_type, int b_type, int c_type) {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-    const auto multiply_blocks = [&](auto block) {
-        using Block = decltype(block);
-        const Product<Block> product{
-            k, static_cast<const Block *>(a), lda, static_cast<const Block *>(b), ldb, static_cast<float *>(c), ldc};
+    const auto multiply_blocks = [&](auto block, auto input) {
+        const Product<decltype(block), decltype(input)> product{
+            k,   static_cast<const decltype(block) *>(a), lda, static_cast<const decltype(input) *>(b),
+            ldb, static_cast<float *>(c),                 ldc};
         multiply(*params, product, m, n);
+        return true;
     };
+    if (k > 0 && c_type == GGML_TYPE_F32 && b_type == GGML_TYPE_Q8_K) {
+        switch (a_type) {
+            case GGML_TYPE_Q4_K: return multiply_blocks(BlockQ4K(), Activations());
+            case GGML_TYPE_Q5_K: return multiply_blocks(BlockQ5K(), Activations());
+            case GGML_TYPE_Q6_K: return multiply_blocks(BlockQ6K(), Activations());
+            default: return false;
+        }
+    }
     if (k > 0 && c_type == GGML_TYPE_F32 && a_type == b_type) {
         if (a_type == GGML_TYPE_F16 && k % STEP == 0) {
-            multiply_blocks(uint16_t());
-            return true;
+            return multiply_blocks(uint16_t(), uint16_t());
         }
         if (a_type == GGML_TYPE_Q8_0) {
-            multiply_blocks(BlockQ8());
-            return true;
+            return multiply_blocks(BlockQ8(), BlockQ8());
         }
     }
 #endif
@@ -636,17 +684,17 @@ extern "C" void quantize_row_q8_K(const float * inputs, void * to, int64_t n) {
 
 extern "C" void ggml_vec_dot_q4_K_q8_K(
     int n, float * result, size_t, const void * weights, size_t, const void * inputs, size_t, int) {
-    *result = multiply_with_minimums(n, static_cast<const BlockQ4K *>(weights), static_cast<const Activations *>(inputs));
+    multiply_one(n, static_cast<const BlockQ4K *>(weights), inputs, result);
 }
 
 extern "C" void ggml_vec_dot_q5_K_q8_K(
     int n, float * result, size_t, const void * weights, size_t, const void * inputs, size_t, int) {
-    *result = multiply_with_minimums(n, static_cast<const BlockQ5K *>(weights), static_cast<const Activations *>(inputs));
+    multiply_one(n, static_cast<const BlockQ5K *>(weights), inputs, result);
 }
 
 extern "C" void ggml_vec_dot_q6_K_q8_K(
     int n, float * result, size_t, const void * weights, size_t, const void * inputs, size_t, int) {
-    *result = multiply_q6(n, static_cast<const BlockQ6K *>(weights), static_cast<const Activations *>(inputs));
+    multiply_one(n, static_cast<const BlockQ6K *>(weights), inputs, result);
 }
 
 // Multiply all rows of repacked weights, 8 at a time, for one token.
