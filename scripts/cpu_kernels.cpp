@@ -94,6 +94,10 @@ struct BlockQ8 {  // 32 elements
     uint16_t scale;
     int8_t elements[32];
 };
+struct FourBlocksQ8 {  // block_q8_0x4: a block of each of 4 tokens
+    uint16_t scale[4];
+    int8_t elements[4][4][8];  // 8 elements of each token, for each of 4 parts
+};
 struct EightBlocksQ4 {  // block_q4_0x8: a block of 32 elements of each of 8 rows
     uint16_t scale[8];
     uint8_t low[4][32];  // rows 0 to 3, then 4 to 7: elements 0 to 7 with 16 to 23, then 8 to 15 with 24 to 31
@@ -610,6 +614,48 @@ __m256 multiply_eight_q4_0(int n, const EightBlocksQ4 * weights, const BlockQ8 *
     return _mm256_permutevar8x32_ps(result, _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
 }
 
+#if defined(__AVX512VNNI__) && defined(__AVX512DQ__)
+// Multiply 8 rows of Q4_0 weights by 4 tokens, like multiply_eight_q4_0. A register holds 8 results of two tokens.
+// `minus_sums` are -8 times the sums of the tokens' inputs of each block.
+void multiply_eight_q4_0_by_four(
+    int n, const EightBlocksQ4 * weights, const FourBlocksQ8 * inputs, const int32_t * minus_sums, float * to, size_t stride) {
+    const __m512i mask = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(static_cast<char>(0x88));
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    __m512 results[2] = {};
+    for (int i = 0; i < n / 32; ++i) {
+        prefetch(weights + i);
+        // Elements are stored as signed 4-bit numbers. Add 8 to each, because one factor must be unsigned.
+        const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(weights[i].low[0]), sign);
+        const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(weights[i].low[2]), sign);
+        const __m512i parts[4] = {
+            _mm512_and_si512(first, mask), _mm512_and_si512(second, mask), _mm512_and_si512(_mm512_srli_epi16(first, 4), mask),
+            _mm512_and_si512(_mm512_srli_epi16(second, 4), mask)};
+        const __m512 scales = widen_both(weights[i].scale);
+        for (int half = 0; half < 2; ++half) {
+            __m512i totals[2];
+            for (int t = 0; t < 2; ++t) {
+                // One of the two sums of each row starts with the excess.
+                totals[t] = _mm512_maskz_set1_epi32(0x5555, minus_sums[4 * i + 2 * half + t]);
+                for (int part = 0; part < 4; ++part) {
+                    totals[t] =
+                        _mm512_dpbusd_epi32(totals[t], parts[part], repeat_bytes(inputs[i].elements[part][2 * half + t]));
+                }
+            }
+            const __m512i total = _mm512_add_epi32(
+                _mm512_permutex2var_epi32(totals[0], even, totals[1]), _mm512_permutex2var_epi32(totals[0], odd, totals[1]));
+            const uint16_t * input_scales = inputs[i].scale + 2 * half;
+            const __m512 scale = _mm512_mul_ps(scales, join(_cvtsh_ss(input_scales[0]), _cvtsh_ss(input_scales[1])));
+            results[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), scale, results[half]);
+        }
+    }
+    for (int half = 0; half < 2; ++half) {
+        _mm256_storeu_ps(to + 2 * half * stride, _mm512_castps512_ps256(results[half]));
+        _mm256_storeu_ps(to + (2 * half + 1) * stride, _mm512_extractf32x8_ps(results[half], 1));
+    }
+}
+#endif
+
 // Round n inputs to 8 bits exactly as llama.cpp does for four tokens at once (ggml_quantize_mat_q8_K_4x8).
 void quantise(const float * inputs, Activations * to, int64_t n) {
     const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -715,6 +761,31 @@ extern "C" void ggml_gemm_q4_K_8x8_q8_K(
         const FourActivations * four = static_cast<const FourActivations *>(inputs);
         for (int token = 0; token < tokens; token += 4, four += n / 256) {
             multiply_eight_q4_by_four(n, blocks, four, result + token * stride + row, stride);
+        }
+    }
+}
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512DQ__)
+extern "C" void ggml_gemm_q4_0_8x8_q8_0(
+    int n, float * result, size_t stride, const void * weights, const void * inputs, int tokens, int rows) {
+    const EightBlocksQ4 * blocks = static_cast<const EightBlocksQ4 *>(weights);
+    const FourBlocksQ8 * all = static_cast<const FourBlocksQ8 *>(inputs);
+    const int count = tokens / 4 * (n / 32);
+    thread_local std::vector<int32_t> minus_sums;
+    minus_sums.assign(4 * count, 0);
+    for (int i = 0; i < count; ++i) {
+        for (const auto & part : all[i].elements) {
+            for (int t = 0; t < 4; ++t) {
+                minus_sums[4 * i + t] -= 8 * std::accumulate(part[t], part[t] + 8, 0);
+            }
+        }
+    }
+    for (int row = 0; row < rows; row += 8, blocks += n / 32) {
+        for (int token = 0; token < tokens; token += 4) {
+            const int first = token / 4 * (n / 32);
+            float * to = result + token * stride + row;
+            multiply_eight_q4_0_by_four(n, blocks, all + first, minus_sums.data() + 4 * first, to, stride);
         }
     }
 }

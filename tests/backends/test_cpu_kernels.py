@@ -130,19 +130,28 @@ def test_repacked_q4_0_weights_are_multiplied_like_llama_cpps_kernel(lib: Any) -
     weights = np.empty((ROWS // 8, blocks), np.dtype([("scale", "<f2", 8), ("low", "u1", 128)]))
     weights["scale"] = random.uniform(-0.01, 0.01, (*weights.shape, 8))
     weights["low"] = random.integers(0, 256, (*weights.shape, 128))
-    inputs = random.normal(size=WIDTH).astype(np.float32)
-    rounded = np.empty(34 * blocks, np.uint8)
-    sizes = [ctypes.c_int64(number) for number in (0, 1, WIDTH)]
-    lib.ggml_quantize_chunk(8, pointer(inputs), pointer(rounded), *sizes, None)
-    found, expected = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
-    for multiply, result in (
-        (kernels.ggml_gemv_q4_0_8x8_q8_0, found),
-        (lib.ggml_gemv_q4_0_8x8_q8_0, expected),
-    ):
-        stride = ctypes.c_size_t(ROWS)
-        multiply(WIDTH, pointer(result), stride, pointer(weights), pointer(rounded), 1, ROWS)
-    assert np.array_equal(found, expected)
-    assert np.abs(expected).max() > 0
+    inputs = random.normal(size=(8, WIDTH)).astype(np.float32)
+    stride, size = ctypes.c_size_t(ROWS), ctypes.c_int64(WIDTH)
+    together = np.empty((8, ROWS), np.float32)
+    four = np.empty((2, 136 * blocks), np.uint8)
+    for half in range(2):
+        of_half = pointer(inputs[4 * half :])
+        lib.ggml_quantize_mat_q8_0_4x8(of_half, pointer(four[half]), size)
+    arguments = (stride, pointer(weights), pointer(four), 8, ROWS)
+    lib.ggml_gemm_q4_0_8x8_q8_0(WIDTH, pointer(together), *arguments)
+    assert np.abs(together).max() > 0
+    if hasattr(kernels, "ggml_gemm_q4_0_8x8_q8_0"):  # on processors with AVX-512
+        ours = np.empty((8, ROWS), np.float32)
+        kernels.ggml_gemm_q4_0_8x8_q8_0(WIDTH, pointer(ours), *arguments)
+        assert np.array_equal(ours, together)
+    for row in range(8):
+        rounded = np.empty(34 * blocks, np.uint8)
+        sizes = [ctypes.c_int64(number) for number in (0, 1, WIDTH)]
+        lib.ggml_quantize_chunk(8, pointer(inputs[row]), pointer(rounded), *sizes, None)
+        for multiply in (lib.ggml_gemv_q4_0_8x8_q8_0, kernels.ggml_gemv_q4_0_8x8_q8_0):
+            alone = np.empty(ROWS, np.float32)
+            multiply(WIDTH, pointer(alone), stride, pointer(weights), pointer(rounded), 1, ROWS)
+            assert np.array_equal(alone, together[row])
 
 
 @needs_avx2
