@@ -82,7 +82,8 @@ def read_layer_sizes(
         CapabilityError: The layers cannot be split across machines.
         ModelFileError: The model is damaged or not supported.
     """
-    from edgespec.backends.mlx.layers import LayerList, check_separable
+    from edgespec.backends.mlx.layer_block import check_separable
+    from edgespec.backends.mlx.layers import LayerList
     from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
 
     try:

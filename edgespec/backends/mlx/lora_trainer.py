@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
+from edgespec.backends.mlx.attention_cache import PassLayout
 from edgespec.backends.mlx.evaluation import evaluate, release_thread_state, translate_errors
-from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.model.drafter_training import TrainingExample
 

@@ -287,8 +287,8 @@ def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerC
     Returns:
         The number of logits per token, and the caches after the pass.
     """
+    from edgespec.backends.mlx.attention_cache import PassLayout
     from edgespec.backends.mlx.layer_caches import LayerCaches
-    from edgespec.backends.mlx.pass_layout import PassLayout
 
     caches = LayerCaches(model, PassLayout(), kv_bits)
     logits = model(mlx_core().array([[0]]), cache=caches.layers)

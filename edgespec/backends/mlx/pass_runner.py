@@ -13,12 +13,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.mlx.attention_cache import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
+from edgespec.backends.mlx.layers import StateRecorder
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
-from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
-from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.model.hidden_states import OpenLogs
@@ -108,7 +108,7 @@ class PassRunner:
     def _forward_recorded(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """Run the whole model. Return the logits, and the hidden states if they are being recorded."""
         recorder = self.recorder
-        if recorder is None or not recorder.states:
+        if recorder is None or not self._logs.states:
             return self._forward(tokens), None
         with recorder.recorded():
             rows = self._forward(tokens)
@@ -319,7 +319,7 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        is_logged = self.recorder is not None and self.recorder.states
+        is_logged = bool(self._logs.states)
         # The states cannot be reused if `length` is 0, because `end_round` would clear the KV cache. Nor can
         # they be reused if a head reads hidden states of the lower layers, which are recorded only while
         # those layers run.

@@ -24,17 +24,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_unflatten
 
-from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.layer_messages import (
+from edgespec.backends.mlx.evaluation import array_bytes, array_header, evaluate, read_array
+from edgespec.backends.mlx.layer_block import (
+    HALF_TYPES,
     JSON_FILES,
     MAX_STATES_BYTES,
     PROTOCOL,
-    array_bytes,
-    array_header,
-    read_array,
+    AbsentLayer,
+    LastAbsentLayer,
 )
-from edgespec.backends.mlx.layers import AbsentLayer, LastAbsentLayer, LayerList
+from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import named_arrays, read_skeleton
 from edgespec.backends.mlx.tensor_shards import JOIN_SECONDS, ShardIndex, check_addresses, shard_for_transfer
 from edgespec.cluster.connected import ConnectedWorkers
@@ -49,7 +50,6 @@ from edgespec.system.files import read_regular_file
 __all__ = ["RemoteBlock", "RemoteShards", "send_blocks", "send_shards"]
 
 _Result = TypeVar("_Result")
-_HALF_TYPES = (mx.float16, mx.bfloat16)
 # Minimum size in bytes of a weight that workers cache. llama.cpp uses the same limit.
 _CACHED_BYTES = 10 * 2**20
 _Message = tuple[dict[str, Any], Buffer]
@@ -231,10 +231,8 @@ def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_c
         widen: Whether to widen 16-bit weights to float32.
         has_cache: Whether the worker has a weight cache.
     """
-    from mlx.utils import tree_unflatten
-
     for name, weight in named_arrays(layer.parameters()):
-        sent = weight.astype(mx.float32) if widen and weight.dtype in _HALF_TYPES else weight
+        sent = weight.astype(mx.float32) if widen and weight.dtype in HALF_TYPES else weight
         evaluate(sent)
         header, data = {"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent)
         if has_cache and len(data) >= _CACHED_BYTES:

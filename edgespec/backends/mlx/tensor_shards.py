@@ -22,7 +22,7 @@ import mlx.core as mx
 import psutil
 
 from edgespec.backends.mlx.build_info import mlx_core
-from edgespec.backends.mlx.layers import check_separable
+from edgespec.backends.mlx.layer_block import check_separable
 from edgespec.cluster.layer_child import temporary_folder
 from edgespec.cluster.machines import parse_address
 from edgespec.errors import CapabilityError, EdgespecError, WorkerError

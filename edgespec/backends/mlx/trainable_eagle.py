@@ -12,7 +12,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.eagle_network import EagleLayer
+from edgespec.backends.mlx.eagle import EagleLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
 from edgespec.backends.mlx.head_trainer import TrainableHead, least_squares

@@ -63,7 +63,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
         target.self_draft(Head("eagle", path))
     # Nothing is left open.
     assert target._runner.recorder is not None
-    assert not target._runner.recorder.states
+    assert not target._runner.recorder.logs.states
 
 
 @pytest.mark.parametrize(
