@@ -160,17 +160,9 @@ def write_texts(
     *,
     failure: str,
 ) -> list[list[int]]:
-    """Continue each prompt until an end token or the maximum length. See `Teacher.write`.
+    """Continue each prompt until an end token or its maximum length (at least 1). See `Teacher.write`.
 
-    Args:
-        net: The mlx `nn.Module` of the model.
-        vocabulary: The model's vocabulary, for its end tokens.
-        prompts: The tokens of each prompt.
-        temperatures: The temperature for each prompt.
-        max_tokens: Maximum number of new tokens for each prompt, at least 1.
-        seed: Random seed.
-        progress: Called with a description and the completed fraction. Returning False cancels the call.
-        failure: Start of the message of any BackendError.
+    The message of any BackendError starts with `failure`.
     """
     mx.random.seed(seed)
     # Use one sampler per temperature, because mlx-lm samples all prompts with the same sampler in one batch.
