@@ -45,7 +45,7 @@ program()
 @pytest.fixture(autouse=True)
 def short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write little text to train with."""
-    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+    monkeypatch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 40)
 
 
 @pytest.fixture(scope="module")
