@@ -142,17 +142,14 @@ class LayerCaches:
         return not self.unsupported and all(cache.can_rewind(length) for cache in self.attention)
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether `rewind(length)` is possible. Recurrent states require a checkpoint instead."""
+        """Return whether `set_offset(length)` rolls back. Recurrent states require a checkpoint instead."""
         return not self.recurrent and self.can_restore(length)
 
-    def rewind(self, length: int) -> None:
-        """Drop the KV cache rows from position `length` onwards, without changing recurrent states."""
-        for cache in self.attention:
-            cache.rewind(length)
-        self.length = length
-
     def set_offset(self, length: int) -> None:
-        """Set the next token's position in every KV cache to `length`, without changing any rows."""
+        """Set the next token's position in every KV cache to `length`.
+
+        This drops the rows from position `length` onwards, but does not change recurrent states.
+        """
         for cache in self.attention:
             cache.offset = length
         self.length = length

@@ -25,9 +25,6 @@ from edgespec.model.hidden_states import OpenLogs
 
 __all__ = ["PassRunner"]
 
-# Number of committed tokens after which MLX's unused buffers are released.
-_CLEAR_EVERY_TOKENS = 256
-
 
 class _PrelaunchedPass(NamedTuple):
     """A pass over a chain of tokens, launched before the caller requested it.
@@ -89,7 +86,6 @@ class PassRunner:
         self._prelaunched: _PrelaunchedPass | None = None
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
-        self._clear_at = _CLEAR_EVERY_TOKENS
         self._closed = False
 
     @property
@@ -160,16 +156,17 @@ class PassRunner:
         try:
             if first == 0 and not prelaunched:
                 self.end_round()
-                self._clear_buffers()
             self._round.extend(tree, first)
             if prelaunched:
-                self._add_states(prelaunched.states)
-                return prelaunched.logits
-            rows, states = (
-                (self._resume(tree, *exit_states), None) if exit_states else self._run(tree.tokens, first)
-            )
-            self._add_states(states)
-            return self._logits(rows, states, first)
+                states, logits = prelaunched.states, prelaunched.logits
+            elif exit_states:
+                states, logits = None, self._logits(self._resume(tree, *exit_states), None, first)
+            else:
+                rows, states = self._run(tree.tokens, first)
+                logits = self._logits(rows, states, first)
+            if states is not None:
+                self._round_states.append(states)
+            return logits
         except (BackendError, CancelledError):
             self.end_round()
             raise
@@ -184,7 +181,6 @@ class PassRunner:
         try:
             if first == 0:
                 self.end_round()
-                self._clear_buffers()
                 self._partial_model = partial_model
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(*self._run(tree.tokens, first), first)
@@ -210,13 +206,12 @@ class PassRunner:
         self._logs.truncate(0)
         self.caches.clear()
         self.committed = self.caches.checkpoint()
-        self._clear_at = _CLEAR_EVERY_TOKENS
 
     def truncate(self, length: int) -> None:
         """Truncate the caches to the first `length` committed tokens, or clear them if that is impossible."""
         self.end_round()
         if 0 < length < self.length and self.caches.can_rewind(length):
-            self.caches.rewind(length)
+            self.caches.set_offset(length)
             self.committed = self.caches.checkpoint()
             self._logs.truncate(length)
         elif length < self.length or length == 0:
@@ -253,7 +248,7 @@ class PassRunner:
                         "rewind to a checkpoint instead",
                         code="rollback_not_supported",
                     )
-                self.caches.rewind(self.length + len(kept))
+                self.caches.set_offset(self.length + len(kept))
             self.committed = self.caches.checkpoint()
         self._round, self._round_states = TreeBuilder(), []
 
@@ -263,20 +258,10 @@ class PassRunner:
         self.caches.restore(checkpoint)
         self.committed = checkpoint
 
-    def _add_states(self, states: mx.array | None) -> None:
-        if states is not None:
-            self._round_states.append(states)
-
     def _log(self, passes: Sequence[mx.array], rows: Sequence[int]) -> None:
         """Log the hidden states of tokens that are about to be committed."""
         if self.recorder is not None and passes:
             self.recorder.append(self.length, passes, rows)
-
-    def _clear_buffers(self) -> None:
-        """Free the old buffers of caches that have grown. MLX would otherwise keep them for reuse."""
-        if self.length >= self._clear_at:
-            mx.clear_cache()
-            self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> tuple[mx.array, mx.array | None]:
         self._set_layout(first)
