@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.head_view import check_finite
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.eagle import FeedForward, head_rope
+from edgespec.backends.mlx.eagle import FeedForward, HeadAttention
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.heads import (
     BATCH_TOKENS,
@@ -64,7 +64,6 @@ class DFlashNetwork(Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The head's compute data type."""
         return self.fc.weight.dtype
 
     def add_states(self, states: mx.array, caches: Sequence[AttentionCache]) -> None:
@@ -107,36 +106,27 @@ class _Layer(Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class _Attention(Module):
+class _Attention(HeadAttention):
     def __init__(self, config: DFlashConfig, window: int) -> None:
-        super().__init__()
+        super().__init__(config, config.size, config.size)
         self._config, self._window = config, window
-        self.q_proj = Linear(config.size, config.heads * config.head_size, bias=False)
-        self.k_proj = Linear(config.size, config.kv_heads * config.head_size, bias=False)
-        self.v_proj = Linear(config.size, config.kv_heads * config.head_size, bias=False)
-        self.o_proj = Linear(config.heads * config.head_size, config.size, bias=False)
         self.q_norm = RMSNorm(config.head_size, config.norm_eps)
         self.k_norm = RMSNorm(config.head_size, config.norm_eps)
-        self.rope = head_rope(config)
 
     def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:
         """Append the keys and values computed from `states` to the cache, and return its entire contents."""
-        keys = self.rope(self.k_norm(self._split(self.k_proj(states))), offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, self._split(self.v_proj(states)))
+        keys = self.rope(self.k_norm(self.split_heads(self.k_proj(states))), offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, self.split_heads(self.v_proj(states)))
         return keys, values
 
     def __call__(self, states: mx.array, cache: AttentionCache) -> mx.array:
         count, before = states.shape[1], cache.offset
-        queries = self.rope(self.q_norm(self._split(self.q_proj(states))), offset=before)
+        queries = self.rope(self.q_norm(self.split_heads(self.q_proj(states))), offset=before)
         keys, values = self.add(states, cache)
         attended = mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            scale=self._config.head_size**-0.5,
-            mask=self._mask(before, count),
+            queries, keys, values, scale=self._head_size**-0.5, mask=self._mask(before, count)
         )
-        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
+        return self.output(attended)
 
     def _mask(self, before: int, count: int) -> mx.array | None:
         """Return the block's attention mask, bool [tokens, keys], or None if tokens attend to all keys."""
@@ -149,10 +139,6 @@ class _Attention(Module):
         if not seen:
             return None
         return seen[0] & seen[-1]
-
-    def _split(self, rows: mx.array) -> mx.array:
-        count = rows.shape[1]
-        return rows.reshape(1, count, -1, self._config.head_size).transpose(0, 2, 1, 3)
 
 
 class DFlashHead(MlxHead):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -40,14 +40,13 @@ from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.model.base import Head
-from edgespec.model.heads.dflash_files import DFlashConfig
 from edgespec.model.heads.eagle_files import EagleConfig, EagleFiles, read_eagle
-from edgespec.model.heads.layer_config import invalid_settings
+from edgespec.model.heads.layer_config import LayerConfig, invalid_settings
 from edgespec.model.hidden_states import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
-__all__ = ["EagleHead", "EagleLayer", "FeedForward", "estimate_head", "head_rope", "load_head"]
+__all__ = ["EagleHead", "EagleLayer", "FeedForward", "HeadAttention", "estimate_head", "load_head"]
 
 
 class HiddenStateNetwork(Protocol):
@@ -233,12 +232,28 @@ class FeedForward(Module):
         return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
 
 
-def head_rope(config: EagleConfig | DFlashConfig) -> Any:
-    """Return the rotary embedding of a head's layer."""
-    scaling, context_tokens = dict(config.rope.scaling), config.context_tokens
-    return initialize_rope(
-        config.head_size, config.rope.theta, False, scaling or None, context_tokens or None
-    )
+class HeadAttention(Module):
+    """The projections (those in `biases` with a bias) and rotary embedding of a head's attention layer."""
+
+    def __init__(self, config: LayerConfig, inputs: int, outputs: int, biases: Collection[str] = ()) -> None:
+        super().__init__()
+        self._head_size = config.head_size
+        for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+            self[f"{name}_proj"] = Linear(inputs, heads * config.head_size, bias=name in biases)
+        self.o_proj = Linear(config.heads * config.head_size, outputs, bias=False)
+        scaling, context_tokens = dict(config.rope.scaling), config.context_tokens
+        self.rope = initialize_rope(
+            config.head_size, config.rope.theta, False, scaling or None, context_tokens or None
+        )
+
+    def split_heads(self, rows: mx.array) -> mx.array:
+        """Split projected tokens [batch, tokens, ...] into heads [batch, heads, tokens, head size]."""
+        return rows.reshape(*rows.shape[:2], -1, self._head_size).transpose(0, 2, 1, 3)
+
+    def output(self, attended: mx.array) -> mx.array:
+        """Return the layer's output [batch, tokens, outputs] for the result of its heads."""
+        batch, _, tokens, _ = attended.shape
+        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(batch, tokens, -1))
 
 
 class EagleNetwork(Module):
@@ -373,28 +388,18 @@ class EagleLayer(Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class _Attention(Module):
+class _Attention(HeadAttention):
     def __init__(self, config: EagleConfig, biases: Collection[str]) -> None:
-        super().__init__()
         inputs = config.hidden_size * (2 if config.version == 3 else 1)
-        self._heads, self._kv_heads, self._head_size = config.heads, config.kv_heads, config.head_size
-        rows = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
-        for name, heads in rows.items():
-            bias = f"layer.self_attn.{name}_proj.bias" in biases
-            self[f"{name}_proj"] = Linear(inputs, heads * config.head_size, bias=bias)
-        self.o_proj = Linear(config.heads * config.head_size, config.hidden_size, bias=False)
-        self.rope = head_rope(config)
+        own = {name for name in "qkv" if f"layer.self_attn.{name}_proj.bias" in biases}
+        super().__init__(config, inputs, config.hidden_size, own)
 
     def __call__(self, inputs: mx.array, attend: Attend) -> mx.array:
-        def split(rows: mx.array, heads: int) -> mx.array:
-            return rows.reshape(*rows.shape[:2], heads, self._head_size).transpose(0, 2, 1, 3)
-
         offset = attend.offset
-        queries = self.rope(split(self.q_proj(inputs), self._heads), offset=offset)
-        keys = self.rope(split(self.k_proj(inputs), self._kv_heads), offset=offset)
-        values = split(self.v_proj(inputs), self._kv_heads)
-        attended = attend(queries, keys, values, self._head_size**-0.5)
-        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(*inputs.shape[:2], -1))
+        queries = self.rope(self.split_heads(self.q_proj(inputs)), offset=offset)
+        keys = self.rope(self.split_heads(self.k_proj(inputs)), offset=offset)
+        values = self.split_heads(self.v_proj(inputs))
+        return self.output(attend(queries, keys, values, self._head_size**-0.5))
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
