@@ -155,11 +155,7 @@ class _Lease:
         _free.append(self.stream)
 
 
-class _Leases(threading.local):
-    lease: _Lease | None = None
-
-
-_leases = _Leases()
+_this_thread = threading.local()
 
 
 def reuse_stream() -> None:
@@ -167,13 +163,14 @@ def reuse_stream() -> None:
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """
-    if (lease := _leases.lease) is not None:
+    if (lease := getattr(_this_thread, "lease", None)) is not None:
         lease.is_used = True
     elif threading.current_thread() is not threading.main_thread():
         _lease_stream()
 
 
 def _lease_stream() -> _Lease:
-    lease = _leases.lease = _leases.lease or _Lease()
+    lease: _Lease = getattr(_this_thread, "lease", None) or _Lease()
+    _this_thread.lease = lease
     mx.set_default_stream(lease.stream)
     return lease

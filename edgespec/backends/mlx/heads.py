@@ -152,15 +152,7 @@ def head_facts(
 ) -> ModelFacts:
     """Return a head's `ModelFacts`, with its target's capabilities.
 
-    Args:
-        target: The target that the head drafts for.
-        name: The head's name.
-        folder: The head's folder.
-        architecture: The head's architecture, such as `eagle3`.
-        description: User-facing description of the head.
-        weights: The head's weights.
-        kv_bytes_per_token: Size in bytes of one token's keys and values.
-        context_tokens: Context length that the head was trained for. 0 if unknown.
+    The head was trained for a context of `context_tokens`, or 0 if that is unknown.
     """
     return replace(
         target.facts,

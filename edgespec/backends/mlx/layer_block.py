@@ -109,14 +109,10 @@ class _FirstLayer(LayerProxy):
 
 
 class LayerBlock:
-    """A block of layers and its caches. Call `load` for each weight, then `finish`, then `run` for each pass.
+    """The layers [first, end) of a model from `build_skeleton`, and their caches.
 
-    Args:
-        model: The model, from `build_skeleton`.
-        first: Index of the block's first layer.
-        end: Index after the block's last layer.
-        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
-        memory_bytes: Maximum size of the weights in bytes.
+    Call `load` for each weight, then `finish`, then `run` for each pass. The weights take up at most
+    `memory_bytes`.
 
     Raises:
         CapabilityError: The layers cannot be split across machines.
@@ -216,11 +212,7 @@ class LayerBlock:
 
 
 def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> ModelSkeleton:
-    """Build a model from its JSON files and weight file headers, without the weight data.
-
-    Args:
-        json_files: The model's JSON files, by name.
-        headers: The headers of the model's weight files, with the size of each file.
+    """Build a model from its JSON files by name, and the headers and sizes of its weight files.
 
     Raises:
         ModelFileError: The model cannot be built.

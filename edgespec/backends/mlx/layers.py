@@ -178,12 +178,8 @@ class HiddenStateHooks:
 class StateRecorder:
     """Records the hidden states that heads read, and adds those of committed tokens to logs.
 
-    Args:
-        net: An mlx-lm model.
-        logs: The model's logs. While one is open, every pass must be recorded.
-
     Attributes:
-        logs: The model's logs.
+        logs: The model's logs. While one is open, every pass must be recorded.
         state_size: Number of values per hidden state.
         last: Hidden states [tokens, states, size] of the last recorded pass, in float32.
 
@@ -234,12 +230,9 @@ class StateRecorder:
         self.last = mx.concatenate(found).transpose(1, 0, 2).astype(mx.float32)
 
     def append(self, position: int, passes: Sequence[mx.array], rows: Sequence[int]) -> None:
-        """Append the hidden states of committed tokens to all logs.
+        """Append the hidden states of committed tokens to all logs, starting at `position`.
 
-        Args:
-            position: Number of previously committed tokens.
-            passes: The hidden states of the passes that processed the tokens.
-            rows: The rows of the committed tokens in the concatenated hidden states of `passes`.
+        `rows` are the rows of these tokens in the concatenated hidden states of the `passes`.
         """
         if len(rows):
             recorded = np.concatenate([np.array(states) for states in passes])

@@ -211,12 +211,8 @@ def _one_layer_each(weights: _Weights) -> list[_Weights]:
 
 
 def _with_norms_raised(weights: _Weights) -> _Weights:
-    """Add 1 to the norm weights."""
-    return {name: one + 1 if _is_norm(name) else one for name, one in weights.items()}
-
-
-def _is_norm(name: str) -> bool:
-    return "norm" in name.rpartition(".")[0].rpartition(".")[2]
+    """Add 1 to the norm weights, whose modules have names such as `input_layernorm`."""
+    return {name: one + 1 if "norm" in name.split(".")[-2] else one for name, one in weights.items()}
 
 
 def _converted(net: Any, weights: _Weights) -> _Weights:
