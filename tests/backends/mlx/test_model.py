@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import edgespec
 from edgespec.backends import mlx
@@ -33,15 +32,12 @@ from edgespec.errors import (
 )
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
+from tests.backends.mlx.conftest import row
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 from tests.raising import raises
 
 CHAINS_ONLY = {"mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba", "granitemoehybrid"}
 PLAIN_ONLY = {"llama4"}
-
-
-def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
-    return model.verify(tree).at(node, np.arange(model.vocabulary.size))
 
 
 class TestProbe:
