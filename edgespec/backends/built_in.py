@@ -191,9 +191,9 @@ def _load_mlx_teacher(path: str, name: str, progress: Progress | None) -> Teache
 
 
 def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> None:
-    from edgespec.backends.mlx.model_skeleton import try_model
+    from edgespec.backends.mlx.model_skeleton import read_skeleton
 
-    try_model(path, name)
+    read_skeleton(path, name, LoadOptions())
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
@@ -254,9 +254,9 @@ def _llama_cpp_streams(gpu_layers: int | None) -> bool:
 
 
 def _mlx_build() -> str:
-    from edgespec.backends.mlx.build_info import build_identity
+    from edgespec.backends.mlx.build_info import build_info
 
-    return build_identity()
+    return repr(build_info())
 
 
 # Bits per weight, including scales, for each benchmarked quantisation type.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from edgespec.train.conversations import TrainingPrompt, chat_prompts, file_prompts
 from edgespec.train.evaluation import DrafterFigures
 from edgespec.train.loading import DraftToTrain, TrainingTarget, find_draft, load_target
 from edgespec.train.run import TrainingResult, train_drafter
 from edgespec.train.state import CurvePoint, TrainingSettings
 from edgespec.train.timing import TrainingEstimate
-from edgespec.train.writing import TrainingPrompt, chat_prompts, file_prompts
 
 __all__ = [
     "CurvePoint",

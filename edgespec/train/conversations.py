@@ -1,4 +1,8 @@
-"""Save and load training conversations, and arrange them into training steps."""
+"""Generate training conversations with the target, save them, and arrange them into training steps.
+
+The target also generates the questions (Magpie, arXiv 2406.08464), unless they are read from a file or from
+the user's saved chats.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,29 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
-from edgespec.model.drafter_training import TrainingBatch
+from edgespec.chat.message import Message
+from edgespec.chat.prompt import PromptBuilder
+from edgespec.chat.saved_chat import read_chat
+from edgespec.chat.store import ChatStore
+from edgespec.chat.template import ChatTemplate
+from edgespec.errors import ChatFileError, EdgespecError, ModelFileError, OptionError, TemplateError
+from edgespec.losslessness.cases import read_prompts
+from edgespec.methods.auto.drafter_stats import text_kind
+from edgespec.model.base import Progress
+from edgespec.model.drafter_training import TrainingBatch, Writer
 from edgespec.system.files import replace_when_written
 
 __all__ = [
+    "BATCH_CONVERSATIONS",
     "BATCH_TOKENS",
     "PASSES",
     "Conversation",
+    "ConversationWriter",
+    "TrainingPrompt",
     "batch_of",
     "batches",
+    "chat_prompts",
+    "file_prompts",
     "read_conversations",
     "save_conversations",
     "step_tokens",
@@ -27,6 +44,18 @@ __all__ = [
     "training_steps",
 ]
 
+# Number of conversations per batch. Larger batches are faster, but each conversation needs a KV cache.
+BATCH_CONVERSATIONS = 32
+_MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
+# Maximum prompt length in tokens. Longer prompts are skipped, because they slow down training without adding
+# reply tokens.
+_MAX_PROMPT_TOKENS = 800
+# Temperatures for questions and replies. Questions are always sampled. Two thirds of the replies are greedy
+# and one third is sampled, so that the drafter sees both kinds of text.
+_QUESTION_TEMPERATURE = 1.0
+_REPLY_TEMPERATURES = (0.0, 0.0, 0.8)
+# Placeholder for the user's message, chosen so that no chat template contains it.
+_MARKER = "edgespec-7f3a"
 # Maximum number of tokens per training step. Larger batches need more memory for the target's logits.
 BATCH_TOKENS = 1_536
 # With few conversations, batches are made smaller to get about 1,500 steps, but no smaller than 256 tokens,
@@ -34,6 +63,59 @@ BATCH_TOKENS = 1_536
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
 # Number of epochs. With more, heads overfit and become worse on other text.
 PASSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrompt:
+    """Messages for the target to answer. The last message is from the user.
+
+    Attributes:
+        messages: The messages, oldest first.
+        kind: Kind of text, such as `code`.
+    """
+
+    messages: tuple[Message, ...]
+    kind: str
+
+
+def file_prompts(path: Path) -> list[TrainingPrompt]:
+    """Read prompts from a JSON Lines file in the format of `edgespec bench --prompts`.
+
+    Raises:
+        OptionError: The file cannot be read or is invalid.
+    """
+    return [TrainingPrompt(each.messages, each.category) for each in read_prompts(path)]
+
+
+def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
+    """Return a prompt for each user message in the saved chats, skipping damaged chats.
+
+    Args:
+        store: The saved chats. Defaults to the default store.
+
+    Raises:
+        OptionError: There are no saved chats.
+    """
+    prompts = []
+    for stored in (store or ChatStore()).list():
+        try:
+            chat = read_chat(stored.path, stored.id)
+        except ChatFileError:
+            continue
+        system = [Message("system", chat.system)] if chat.system else []
+        for end, message in enumerate(chat.messages, 1):
+            if message.role == "user":
+                prompts.append(_own_prompt([*system, *chat.messages[:end]]))
+    if not prompts:
+        raise OptionError(
+            "there are no saved chats to train with", "omit --chats", code="training_data_missing"
+        )
+    return prompts
+
+
+def _own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
+    """Create a prompt, detecting the kind of text from its last message."""
+    return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +131,88 @@ class Conversation:
     tokens: NDArray[np.int32]
     prompt_length: int
     kind: str
+
+
+class ConversationWriter:
+    """Generates conversations in batches.
+
+    A batch depends only on its index, the model and the prompts, so a resumed training run gets the
+    same batches.
+
+    Args:
+        model: The model that generates the conversations.
+        template: The target's chat template.
+        prompts: Prompts to answer in the first batches. In later batches, the target generates the
+            questions.
+
+    Attributes:
+        question_start: The prompt that makes the target generate a question, which is the chat template
+            up to the user's message.
+
+    Raises:
+        TemplateError: The template rejects a message or leaves it out.
+    """
+
+    def __init__(self, model: Writer, template: ChatTemplate, prompts: Sequence[TrainingPrompt]) -> None:
+        self._model, self._prompts = model, prompts
+        self._builder = PromptBuilder(template, model.vocabulary)
+        before, marker, _ = template.render([Message("user", _MARKER)]).partition(_MARKER)
+        if not marker:
+            raise TemplateError("the model's chat template omits the user's message", "use another model")
+        bos = model.vocabulary.bos_text
+        start = not (bos and before.startswith(bos))
+        self.question_start = model.vocabulary.tokenize(before, special=True, start=start)
+        self._max_prompt_tokens = _MAX_PROMPT_TOKENS
+        if model.context_tokens:
+            self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, model.context_tokens - _MAX_REPLY_TOKENS)
+
+    def write(self, batch: int, progress: Progress) -> list[Conversation]:
+        """Generate a batch of conversations. The batch can be empty if all of its prompts are too long.
+
+        Args:
+            batch: Index of the batch.
+            progress: Called repeatedly. Returning False cancels the call.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            EdgespecError: The target generated no usable questions.
+        """
+        first = batch * BATCH_CONVERSATIONS
+        given = self._prompts[first : first + BATCH_CONVERSATIONS]
+        prompts = [
+            (self._builder.build(each.messages).tokens, each.kind)
+            for each in given or self._ask(batch, progress)
+        ]
+        prompts = [each for each in prompts if len(each[0]) <= self._max_prompt_tokens]
+        temperatures = [_REPLY_TEMPERATURES[i % len(_REPLY_TEMPERATURES)] for i in range(len(prompts))]
+        tokens = [tokens for tokens, _ in prompts]
+        replies = (
+            self._model.write(tokens, temperatures, _MAX_REPLY_TOKENS, 2 * batch + 1, progress)
+            if tokens
+            else []
+        )
+        written = [
+            Conversation(np.array([*prompt, *reply], np.int32), len(prompt), kind)
+            for (prompt, kind), reply in zip(prompts, replies, strict=True)
+        ]
+        if not written and not given:
+            raise EdgespecError(
+                "the model wrote no questions, so there is nothing to train on",
+                "pass questions with --prompts",
+                code="training_data_missing",
+            )
+        return written
+
+    def _ask(self, batch: int, progress: Progress) -> list[TrainingPrompt]:
+        """Have the target continue `question_start`, and return the finished questions."""
+        count = BATCH_CONVERSATIONS
+        starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
+        questions = self._model.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)
+        texts = [self._text(tokens) for tokens in questions if self._model.vocabulary.is_end(tokens[-1])]
+        return [_own_prompt([Message("user", text)]) for text in texts if text]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self._model.vocabulary.piece, tokens)).decode("utf-8", "replace").strip()
 
 
 def save_conversations(path: Path, conversations: Sequence[Conversation]) -> None:

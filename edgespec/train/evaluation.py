@@ -6,23 +6,28 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from edgespec.errors import CancelledError
 from edgespec.model.base import Progress
 from edgespec.model.drafter_training import Guesser
 from edgespec.train.conversations import Conversation, batch_of, batches
 
-__all__ = ["BRANCHES", "DEPTH", "DrafterFigures", "measure_drafter"]
+__all__ = ["BRANCHES", "DEPTH", "DrafterFigures", "TokensPerPass", "measure_drafter"]
 
 # Draft length during evaluation, in tokens.
 DEPTH = 4
 # Number of alternatives per token at each depth of the draft trees used in evaluation. Deeper tokens have no
 # alternatives. This is the example in the help of `--draft-branches`, with 21 tokens per tree.
 BRANCHES = (3, 2)
+
+# Expected tokens per target pass with drafts of `DEPTH` tokens.
+TokensPerPass = Annotated[float, Field(ge=1, le=DEPTH + 1)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,12 @@ class DrafterFigures:
         coverage: Fraction of the tokens in the replies that are in the draft vocabulary (0 to 1).
     """
 
-    tokens_per_pass: float
-    acceptance_per_depth: tuple[float, ...]
-    tokens_per_pass_by_kind: dict[str, float]
-    tokens_per_pass_in_trees: float
+    tokens_per_pass: TokensPerPass
+    acceptance_per_depth: tuple[_Fraction, ...]
+    tokens_per_pass_by_kind: dict[str, TokensPerPass]
+    tokens_per_pass_in_trees: TokensPerPass
     draft_tokens: int
-    coverage: float
+    coverage: _Fraction
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as a JSON object."""

@@ -24,6 +24,8 @@ from edgespec.train.conversations import (
     BATCH_TOKENS,
     PASSES,
     Conversation,
+    ConversationWriter,
+    TrainingPrompt,
     batch_of,
     read_conversations,
     save_conversations,
@@ -34,8 +36,7 @@ from edgespec.train.conversations import (
 from edgespec.train.evaluation import DEPTH, DrafterFigures, measure_drafter
 from edgespec.train.loading import TrainingTarget
 from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings, lock_training
-from edgespec.train.timing import RemainingWork, TrainingEstimate, measure_costs
-from edgespec.train.writing import ConversationWriter, TrainingPrompt
+from edgespec.train.timing import TrainingCosts, TrainingEstimate, measure_costs
 
 __all__ = ["TrainingResult", "train_drafter"]
 
@@ -48,6 +49,7 @@ _EXAMPLES = 64
 # Expected number of tokens per conversation, for the estimate before any have been written. The value was
 # chosen rather than measured.
 _CONVERSATION_TOKENS = 200
+_CONVERSATION_TOKEN_BYTES = 4
 _GGUF_NAME = "head.gguf"
 
 
@@ -152,9 +154,10 @@ def train_drafter(
                 writer = ConversationWriter(model, target.template, prompts)
                 start = writer.question_start
                 costs = saved.costs(lambda: measure_costs(model, teacher, student, start, path, progress))
-                work = _remaining_work(settings, conversations, state, 2 if earlier else 1)
                 announce(
-                    None if trained else costs.estimate(work, settings.tokens),
+                    None
+                    if trained
+                    else _estimate(costs, settings, conversations, state, 2 if earlier else 1),
                     _continued(settings, conversations, state, trained=trained),
                 )
                 _write_conversations(writer, saved, conversations, settings.tokens, progress)
@@ -177,10 +180,10 @@ def train_drafter(
             # Evaluate the saved drafter, because its weights have lower precision than during training.
             drafters = {"new": student.published(finished), "earlier": earlier}
             for name, drafter in drafters.items():
-                if drafter and not saved.is_measured(name):
+                if drafter and not saved.figures(name):
                     saved.save_figures(name, measure_drafter(drafter, held_out, BATCH_TOKENS, progress))
-        figures = saved.figures("new")
-        before = saved.figures("earlier") if saved.is_measured("earlier") else None
+        figures, before = saved.figures("new"), saved.figures("earlier")
+        assert figures is not None
         better = before is None or figures.tokens_per_pass > before.tokens_per_pass
         plot, plotted, gguf = folder / "training.png", False, None
         if better:
@@ -227,16 +230,16 @@ def _explain_failures(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _remaining_work(
-    settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, drafters: int
-) -> RemainingWork:
-    """Return the work that is left, assuming that further conversations are as long as those so far.
+def _estimate(
+    costs: TrainingCosts,
+    settings: TrainingSettings,
+    conversations: list[Conversation],
+    state: TrainingProgress,
+    drafters: int,
+) -> TrainingEstimate:
+    """Estimate the costs of the remaining work, assuming that further conversations have the same length.
 
-    Args:
-        settings: Settings of the training run.
-        conversations: The conversations that have been written.
-        state: The progress of the training.
-        drafters: Number of drafters to evaluate after training.
+    After training, `drafters` are evaluated.
     """
     written = sum(len(each.tokens) for each in conversations)
     tokens = max(written, settings.tokens)
@@ -244,14 +247,16 @@ def _remaining_work(
     held_out = min(tokens / _HELD_OUT_EVERY, _MAX_HELD_OUT * length)
     trained = PASSES * (tokens - held_out)
     steps = ceil(trained / step_tokens(round(tokens - held_out)))
+    # Each evaluation during training also saves the training state.
     evaluations = max(0, ceil(steps / _steps_per_evaluation(steps)) - len(state.curve))
-    evaluated = min(held_out, _CURVE_CONVERSATIONS * length)
-    return RemainingWork(
-        tokens - written,
-        max(0, steps - state.steps),
-        max(0.0, trained - state.trained_tokens),
-        evaluations,
-        evaluations * evaluated + drafters * held_out,
+    evaluated = evaluations * min(held_out, _CURVE_CONVERSATIONS * length) + drafters * held_out
+    remaining_steps, remaining_tokens = max(0, steps - state.steps), max(0.0, trained - state.trained_tokens)
+    return TrainingEstimate(
+        (tokens - written) * costs.write_seconds,
+        remaining_steps * costs.step_seconds + remaining_tokens * costs.train_seconds,
+        evaluations * costs.save_seconds + evaluated * costs.evaluate_seconds,
+        costs.memory_bytes,
+        costs.state_bytes + settings.tokens * _CONVERSATION_TOKEN_BYTES,
     )
 
 
@@ -373,18 +378,9 @@ def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> No
 
 
 def _plot_training(curve: Sequence[CurvePoint], name: str, path: Path) -> bool:
-    """Plot loss and tokens per pass against the number of trained tokens.
+    """Plot loss and tokens per pass against the number of trained tokens in a PNG file.
 
-    Args:
-        curve: The points to plot.
-        name: Name of the drafter, for the title.
-        path: PNG file to write.
-
-    Returns:
-        Whether the file was written, which requires matplotlib.
-
-    Raises:
-        OSError: The file cannot be written.
+    Return whether the file was written, which requires matplotlib.
     """
     if find_spec("matplotlib") is None:
         return False

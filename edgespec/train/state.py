@@ -6,30 +6,27 @@ Two processes cannot train in the same folder.
 from __future__ import annotations
 
 import json
-import math
-import operator
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass, field
-from itertools import count, pairwise, takewhile
+from dataclasses import asdict, dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from edgespec.errors import BusyError, ModelFileError, OptionError
 from edgespec.model.drafter_training import DrafterTrainer
 from edgespec.system.files import read_regular_file, replace_when_written
 from edgespec.train.conversations import Conversation
-from edgespec.train.evaluation import DEPTH, DrafterFigures
+from edgespec.train.evaluation import DrafterFigures, TokensPerPass
 from edgespec.train.timing import TrainingCosts
 
 __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings", "lock_training"]
 
 T = TypeVar("T")
 
-# Maximum plausible time in seconds and memory or disk space in bytes. Larger saved costs are rejected as
-# damaged.
-_MAX_SECONDS, _MAX_BYTES = 3600.0, 1 << 50
 _SETTINGS, _PROGRESS, _COSTS = "settings.json", "progress.json", "costs.json"
 _LOCK_FILE = "lock"
 
@@ -68,10 +65,10 @@ class CurvePoint:
         tokens_per_pass: Tokens per target pass on held-out conversations.
     """
 
-    steps: int
-    trained_tokens: int
-    loss: float
-    tokens_per_pass: float
+    steps: NonNegativeInt
+    trained_tokens: NonNegativeInt
+    loss: FiniteFloat
+    tokens_per_pass: TokensPerPass
 
 
 @dataclass(slots=True)
@@ -85,9 +82,9 @@ class TrainingProgress:
         curve: Evaluations so far.
     """
 
-    steps: int = 0
-    trained_tokens: int = 0
-    losses: list[float] = field(default_factory=list)
+    steps: NonNegativeInt = 0
+    trained_tokens: NonNegativeInt = 0
+    losses: list[FiniteFloat] = field(default_factory=list)
     curve: list[CurvePoint] = field(default_factory=list)
 
     @property
@@ -129,7 +126,7 @@ class TrainingFolder:
                 )
             _write_json(file, asdict(settings))
             return
-        found = _read_json(file)
+        found = _read(file, dict[str, Any])
         names = {
             "target": "model",
             "tokens": "--tokens",
@@ -164,24 +161,20 @@ class TrainingFolder:
         file = self.path / _COSTS
         if not self.has_costs:
             _write_json(file, asdict(measure()))
-        return _parsed(file, _costs)
-
-    def is_measured(self, drafter: str) -> bool:
-        """Return whether a drafter's evaluation (`new` or `earlier`) has been saved."""
-        return self._figures_file(drafter).exists()
+        return _read(file, TrainingCosts)
 
     def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
         """Save a drafter's figures (`new` or `earlier`). Raises OSError if writing fails."""
         _write_json(self._figures_file(drafter), asdict(figures))
 
-    def figures(self, drafter: str) -> DrafterFigures:
-        """Return a drafter's saved figures (`new` or `earlier`).
+    def figures(self, drafter: str) -> DrafterFigures | None:
+        """Return a drafter's saved figures (`new` or `earlier`), or None if it has not been measured.
 
         Raises:
             ModelFileError: The file is damaged.
-            OSError: The file cannot be read.
         """
-        return _parsed(self._figures_file(drafter), _figures)
+        file = self._figures_file(drafter)
+        return _read(file, DrafterFigures) if file.exists() else None
 
     def _figures_file(self, drafter: str) -> Path:
         return self.path / f"{drafter}.json"
@@ -213,14 +206,10 @@ class TrainingFolder:
             if required:
                 raise _damaged(file)
             return TrainingProgress()
-        return _parsed(file, _progress)
+        return _read(file, TrainingProgress)
 
     def check_progress(self, progress: TrainingProgress, steps: Sequence[Sequence[Conversation]]) -> None:
-        """Check that the saved progress belongs to these training steps.
-
-        Args:
-            progress: The progress to check.
-            steps: The batch of conversations for each step.
+        """Check that the saved progress belongs to these batches of conversations, one for each step.
 
         Raises:
             ModelFileError: The step and token counts do not match, or the best drafter so far is
@@ -266,100 +255,17 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _curve_point(steps: int, trained_tokens: int, loss: float, tokens_per_pass: float) -> CurvePoint:
-    return CurvePoint(
-        operator.index(steps), operator.index(trained_tokens), float(loss), float(tokens_per_pass)
-    )
-
-
-def _progress(found: dict[str, Any]) -> TrainingProgress:
-    progress = TrainingProgress(
-        operator.index(found["steps"]),
-        operator.index(found["trained_tokens"]),
-        [float(loss) for loss in found["losses"]],
-        [_curve_point(**point) for point in found["curve"]],
-    )
-    reached = [0, *(point.steps for point in progress.curve), progress.steps]
-    tokens = [0, *(point.trained_tokens for point in progress.curve), progress.trained_tokens]
-    if any(later < earlier for counts in (reached, tokens) for earlier, later in pairwise(counts)):
-        raise ValueError("a later evaluation has fewer steps or tokens than an earlier one")
-    if len(progress.losses) != reached[-1] - reached[-2]:
-        raise ValueError("the number of losses differs from the number of steps since the last evaluation")
-    losses = [*progress.losses, *(point.loss for point in progress.curve)]
-    if not all(map(math.isfinite, losses)):
-        raise ValueError("a loss is not finite")
-    for point in progress.curve:
-        _check_tokens_per_pass(point.tokens_per_pass)
-    return progress
-
-
-def _check_tokens_per_pass(tokens_per_pass: float) -> None:
-    """Raise ValueError if the value is NaN or out of range for drafts of `DEPTH` tokens."""
-    if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
-        raise ValueError(f"the saved value of {tokens_per_pass} tokens per pass is invalid")
-
-
-def _costs(found: dict[str, Any]) -> TrainingCosts:
-    costs = TrainingCosts(
-        float(found["write_seconds"]),
-        float(found["step_seconds"]),
-        float(found["train_seconds"]),
-        float(found["evaluate_seconds"]),
-        float(found["save_seconds"]),
-        operator.index(found["memory_bytes"]),
-        operator.index(found["state_bytes"]),
-    )
-    *seconds, memory_bytes, state_bytes = astuple(costs)
-    if not all(0.0 <= each < _MAX_SECONDS for each in seconds):
-        raise ValueError("a saved duration is out of range")
-    if not all(0 <= each < _MAX_BYTES for each in (memory_bytes, state_bytes)):
-        raise ValueError("a saved size is out of range")
-    return costs
-
-
-def _figures(found: dict[str, Any]) -> DrafterFigures:
-    figures = DrafterFigures(
-        float(found["tokens_per_pass"]),
-        tuple(float(each) for each in found["acceptance_per_depth"]),
-        {str(kind): float(each) for kind, each in found["tokens_per_pass_by_kind"].items()},
-        # Earlier versions did not save these figures.
-        float(found.get("tokens_per_pass_in_trees", found["tokens_per_pass"])),
-        operator.index(found.get("draft_tokens", 0)),
-        float(found.get("coverage", 1.0)),
-    )
-    for each in (
-        figures.tokens_per_pass,
-        figures.tokens_per_pass_in_trees,
-        *figures.tokens_per_pass_by_kind.values(),
-    ):
-        _check_tokens_per_pass(each)
-    if not all(0.0 <= each <= 1.0 for each in (*figures.acceptance_per_depth, figures.coverage)):
-        raise ValueError("an acceptance rate is out of range")
-    return figures
-
-
-def _parsed(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Parse a saved file. Raises ModelFileError if it is damaged."""
-    found = _read_json(path)
-    try:
-        return parse(found)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise _damaged(path) from error
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with replace_when_written(path) as unfinished:
         unfinished.write_text(json.dumps(value), encoding="utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type[T]) -> T:
+    """Read a saved object. Raises ModelFileError if the file is damaged."""
     try:
-        value = json.loads(read_regular_file(path))
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
+        return TypeAdapter(kind).validate_json(read_regular_file(path))
+    except ValidationError as error:
         raise _damaged(path) from error
-    return value
 
 
 def _damaged(path: Path) -> ModelFileError:
@@ -374,11 +280,8 @@ def _damaged(path: Path) -> ModelFileError:
 def lock_training(path: Path) -> Iterator[None]:
     """Lock the folder of an unfinished training run until the end of the block.
 
-    The operating system releases the lock when the process exits, even if it is killed.
-
-    Args:
-        path: The folder, which is created if it does not exist. On exit, it and its parent are deleted if
-            empty.
+    Creates the folder if necessary, and deletes it and its parent at the end if they are empty. The operating
+    system releases the lock when the process exits, even if it is killed.
 
     Raises:
         BusyError: Another process is training in this folder.

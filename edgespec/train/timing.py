@@ -7,19 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from edgespec.errors import CancelledError
 from edgespec.model.base import Progress
 from edgespec.model.drafter_training import DrafterTrainer, Student, Teacher, TrainingBatch, Writer
 from edgespec.model.registry import process_bytes
-from edgespec.train.conversations import BATCH_TOKENS, Conversation, batch_of, token_counts
+from edgespec.train.conversations import (
+    BATCH_CONVERSATIONS,
+    BATCH_TOKENS,
+    Conversation,
+    batch_of,
+    token_counts,
+)
 from edgespec.train.evaluation import DEPTH
-from edgespec.train.writing import BATCH_CONVERSATIONS
 
-__all__ = ["RemainingWork", "TrainingCosts", "TrainingEstimate", "measure_costs"]
+__all__ = ["TrainingCosts", "TrainingEstimate", "measure_costs"]
 
 # Maximum tokens per conversation in the short and the long generation trial. The long trial estimates a real
 # batch's time per token to within a factor of two. Slow machines run only the short trial, so that the
@@ -38,26 +45,10 @@ _STEPS = 2
 # A new copy is complete before an old one is deleted, and a converted head is about as large as a published
 # one.
 _STATES, _PUBLISHED = 2, 3
-_CONVERSATION_TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RemainingWork:
-    """The rest of a training run.
-
-    Attributes:
-        write_tokens: Number of tokens to write.
-        steps: Number of training steps.
-        train_tokens: Number of tokens in these steps.
-        evaluations: Number of evaluations during training, each of which saves the training state.
-        evaluated_tokens: Number of tokens in all evaluations, including those after training.
-    """
-
-    write_tokens: float
-    steps: float
-    train_tokens: float
-    evaluations: float
-    evaluated_tokens: float
+_Seconds = Annotated[float, Field(ge=0, lt=3600)]
+_Bytes = Annotated[int, Field(ge=0, lt=1 << 50)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +88,13 @@ class TrainingCosts:
         state_bytes: Peak size of the saved training states and drafters on disk.
     """
 
-    write_seconds: float
-    step_seconds: float
-    train_seconds: float
-    evaluate_seconds: float
-    save_seconds: float
-    memory_bytes: int
-    state_bytes: int
-
-    def estimate(self, work: RemainingWork, tokens: int) -> TrainingEstimate:
-        """Return the estimated costs of a training run with `tokens` tokens of conversations."""
-        return TrainingEstimate(
-            work.write_tokens * self.write_seconds,
-            work.steps * self.step_seconds + work.train_tokens * self.train_seconds,
-            work.evaluations * self.save_seconds + work.evaluated_tokens * self.evaluate_seconds,
-            self.memory_bytes,
-            self.state_bytes + tokens * _CONVERSATION_TOKEN_BYTES,
-        )
+    write_seconds: _Seconds
+    step_seconds: _Seconds
+    train_seconds: _Seconds
+    evaluate_seconds: _Seconds
+    save_seconds: _Seconds
+    memory_bytes: _Bytes
+    state_bytes: _Bytes
 
 
 def measure_costs(
@@ -170,8 +151,13 @@ def measure_costs(
     save_seconds, state_bytes = _measure_saving(trainer, folder)
     memory_bytes = process_bytes() + max(writing_bytes, round(fixed_bytes + BATCH_TOKENS * token_bytes))
     return TrainingCosts(
-        *(write_seconds, step_seconds, train_seconds, evaluate_seconds, save_seconds),
-        *(memory_bytes, state_bytes),
+        write_seconds,
+        step_seconds,
+        train_seconds,
+        evaluate_seconds,
+        save_seconds,
+        memory_bytes,
+        state_bytes,
     )
 
 

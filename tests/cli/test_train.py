@@ -26,9 +26,9 @@ SLOW_STEPS = """
 import os, sys, time
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.cli.program import program
-from edgespec.train import writing
+from edgespec.train import conversations
 
-writing._MAX_REPLY_TOKENS = 40
+conversations._MAX_REPLY_TOKENS = 40
 step, seconds = MlxHeadTrainer.step, float(os.environ.get("STEP_SECONDS", "0.2"))
 
 def slow_step(*args):
@@ -45,7 +45,7 @@ program()
 @pytest.fixture(autouse=True)
 def short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write little text to train with."""
-    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+    monkeypatch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 40)
 
 
 @pytest.fixture(scope="module")

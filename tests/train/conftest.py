@@ -30,6 +30,14 @@ PROMPTS = [
 ]
 
 
+class KilledError(BaseException):
+    """Ends a training like a signal. It is not an Exception, so no handler treats it as a failure."""
+
+
+def no_progress(_description: str, _fraction: float) -> bool:
+    return True
+
+
 class Stops:
     """A progress callback that cancels training at the n-th report of a certain kind."""
 
@@ -58,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(model: Path) -> Iterator[TrainingTarget]:
-    with load_target(model, "tiny", None, lambda _text, _fraction: True) as loaded:
+    with load_target(model, "tiny", None, no_progress) as loaded:
         yield loaded
 
 
@@ -81,7 +89,7 @@ def train(target: TrainingTarget) -> Train:
         settings = TrainingSettings(method, target.identity, tokens, "test")
         student = target.teacher.head(method)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 20)
+            patch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 20)
             # Measure the costs in a short trial.
             patch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
             patch.setattr("edgespec.train.timing._TRIAL_TOKENS", (4,))

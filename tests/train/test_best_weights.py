@@ -10,7 +10,7 @@ import pytest
 from edgespec.errors import CancelledError, ModelFileError
 from edgespec.train.state import TrainingFolder
 from tests.raising import raises
-from tests.train.conftest import Stops, Train, same_head
+from tests.train.conftest import KilledError, Stops, Train, same_head
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,6 @@ def test_a_training_stopped_in_an_evaluation_repeats_only_the_evaluation(
 def test_a_training_killed_between_publishing_and_saving_its_best_weights(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class KilledError(BaseException):
-        pass
-
     def killed(saved: TrainingFolder, progress: object, _trainer: object) -> None:
         published.extend(saved.path.glob("best-*/model.safetensors"))
         raise KilledError

@@ -30,15 +30,11 @@ from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.cases import covering
 from tests.raising import raises
-from tests.train.conftest import PROMPTS, Stops, arrays_of
+from tests.train.conftest import PROMPTS, Stops, arrays_of, no_progress
 
 QUANTISED = ("affine", 8, 32)
 # A draft model quickly learns to predict a target with one layer.
 CONFIG = {"num_hidden_layers": 1}
-
-
-def no_progress(_description: str, _fraction: float) -> bool:
-    return True
 
 
 def write_draft(
@@ -79,7 +75,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write little text, and learn much from it."""
-    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 60)
+    monkeypatch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 60)
     monkeypatch.setattr("edgespec.train.conversations._MIN_BATCH_TOKENS", 64)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._RATE_TIMES_SIZE", 0.05)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._LORA_RATE", 0.003)

@@ -10,6 +10,7 @@ from edgespec.errors import CancelledError
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.train.conversations import Conversation
 from edgespec.train.evaluation import measure_drafter
+from tests.train.conftest import no_progress
 
 # Four drafts in one conversation: the ranks of the target's tokens among the drafter's choices.
 RANKS = np.array([[0, 0, 0, 0], [2, 1, 0, 1], [0, 2, 0, 0], [3, 0, 0, 0]])
@@ -29,7 +30,7 @@ def held_out() -> list[Conversation]:
 
 
 def test_tokens_per_pass_in_chains_and_in_trees() -> None:
-    figures = measure_drafter(FakeGuesser(), held_out(), 100, lambda _text, _fraction: True)
+    figures = measure_drafter(FakeGuesser(), held_out(), 100, no_progress)
     # In chains, only the first choices count: 4, 0, 1 and 0 tokens are accepted.
     assert figures.tokens_per_pass == 1 + 5 / 4
     assert figures.acceptance_per_depth == (0.5, 0.5, 1.0, 1.0)

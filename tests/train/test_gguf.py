@@ -14,7 +14,7 @@ import pytest
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
-from edgespec.backends.mlx.teacher import load_teacher
+from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.methods.draft_cache import HeadCache
@@ -28,7 +28,7 @@ from edgespec.system.files import file_state
 from edgespec.train import TrainingSettings, TrainingTarget, load_target, train_drafter
 from tests.backends.tiny_models import write_llama
 from tests.raising import raises
-from tests.train.conftest import LAYERS, PROMPTS, Stops, Train
+from tests.train.conftest import LAYERS, PROMPTS, Stops, Train, no_progress
 
 TEXT = (
     "<|im_start|>user\nHow do I list files by size?<|im_end|>\n<|im_start|>assistant\n"
@@ -36,25 +36,34 @@ TEXT = (
 )
 
 
-def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
-    demo = models_folder() / "demo-target-q8_0.gguf"
+DEMO = models_folder() / "demo-target-q8_0.gguf"
+
+
+def publish_head(
+    method: str, steps: int, first: int, folder: Path
+) -> tuple[MlxTeacher, MlxHeadTrainer, TrainingBatch]:
+    """Train a head on `TEXT`, whose reply begins with the token `first`, and publish it."""
     teacher = load_teacher(str(models_folder() / "demo-mlx"), "demo-mlx")
-    tokens = teacher.vocabulary.tokenize(TEXT, special=True, start=True)
-    replied = np.zeros((1, len(tokens)), np.bool_)
-    replied[0, 2:] = True
-    batch = TrainingBatch(np.array([tokens], np.int32), replied)
-    trainer = teacher.head("eagle3").trainer(batch, np.ones(teacher.vocabulary.size, np.int64))
+    tokens = np.array([teacher.vocabulary.tokenize(TEXT, special=True, start=True)], np.int32)
+    batch = TrainingBatch(tokens, np.arange(tokens.size)[None] >= first)
+    trainer = teacher.head(method).trainer(batch, np.ones(teacher.vocabulary.size, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
-    for _ in range(2):
+    for _ in range(steps):
         trainer.step(batch, 0.1)
-    trainer.publish(tmp_path)
-    prepare_head(tmp_path, demo, tmp_path / "head.gguf")
+    trainer.publish(folder)
+    return teacher, trainer, batch
+
+
+def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
+    teacher, trainer, batch = publish_head("eagle3", 2, 2, tmp_path)
+    tokens = batch.tokens[0].tolist()
+    prepare_head(tmp_path, DEMO, tmp_path / "head.gguf")
 
     states = teacher.states(batch.tokens, trainer.head.states)
     embeddings = teacher.embed(mx.array(batch.tokens))
     (drafted,) = trainer.head.unroll(embeddings, states.hidden, 1)
     expected = np.array(trainer.head.logits(drafted[0]).argmax(axis=-1))[:-1]
-    target = load(str(demo), "demo", LoadOptions(context_tokens=256))
+    target = load(str(DEMO), "demo", LoadOptions(context_tokens=256))
     try:
         head = target.self_draft(Head("eagle", tmp_path / "head.gguf"))
         assert isinstance(head, PairHead)
@@ -73,12 +82,11 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
 def test_a_gguf_target_writes_its_own_text_and_continues_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.train.writing.BATCH_CONVERSATIONS", 6)
+    monkeypatch.setattr("edgespec.train.conversations.BATCH_CONVERSATIONS", 6)
     monkeypatch.setattr("edgespec.train.timing.BATCH_CONVERSATIONS", 6)
-    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 12)
+    monkeypatch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 12)
     monkeypatch.setattr("edgespec.train.timing._TRIAL_TOKENS", (4,))
     monkeypatch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
-    demo, weights = models_folder() / "demo-target-q8_0.gguf", models_folder() / "demo-mlx"
 
     def run(folder: Path, progress: Callable[[str, float], bool]) -> None:
         student = target.teacher.head("medusa")
@@ -91,7 +99,7 @@ def test_a_gguf_target_writes_its_own_text_and_continues_with_it(
         files = sorted((folder / "training").glob("conversations-*.npz"))
         return [np.load(file)["tokens"].tolist() for file in files]
 
-    with load_target(demo, "demo", weights, lambda _text, _fraction: True) as target:
+    with load_target(DEMO, "demo", models_folder() / "demo-mlx", no_progress) as target:
         monkeypatch.setattr(type(target.teacher), "write", None)
         settings = TrainingSettings("medusa", target.identity, 250, "test", writer=target.writer_identity)
         whole = written(tmp_path / "whole", Stops(0))
@@ -137,21 +145,14 @@ def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train
     ("method", "steps"), [pytest.param("medusa", 3, marks=pytest.mark.long), ("hydra", 0)]
 )
 def test_heads_without_a_cache_are_used_unchanged(tmp_path: Path, method: str, steps: int) -> None:
-    demo = models_folder() / "demo-target-q8_0.gguf"
-    teacher = load_teacher(str(models_folder() / "demo-mlx"), "demo-mlx")
-    tokens = teacher.vocabulary.tokenize(TEXT, special=True, start=True)
-    batch = TrainingBatch(np.array([tokens], np.int32), np.ones((1, len(tokens)), np.bool_))
-    trainer = teacher.head(method).trainer(batch, np.ones(teacher.vocabulary.size, np.int64))
-    assert isinstance(trainer, MlxHeadTrainer)
-    for _ in range(steps):
-        trainer.step(batch, 0.1)
-    trainer.publish(tmp_path)
-    assert not needs_conversion(tmp_path, demo)
+    teacher, trainer, batch = publish_head(method, steps, 0, tmp_path)
+    tokens = batch.tokens[0].tolist()
+    assert not needs_conversion(tmp_path, DEMO)
     states = teacher.states(batch.tokens, trainer.head.states).hidden
     row = len(tokens) - 6
     unrolled = trainer.head.unroll(teacher.embed(mx.array(batch.tokens)), states, 4)
     expected = np.array(trainer.head.logits(mx.stack([state[0, row] for state in unrolled])))
-    target = load(str(demo), "demo", LoadOptions(context_tokens=256))
+    target = load(str(DEMO), "demo", LoadOptions(context_tokens=256))
     try:
         head = target.self_draft(head_at(tmp_path))
         target.prefill(tokens[: row + 1])

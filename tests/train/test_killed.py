@@ -15,11 +15,7 @@ from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.train import TrainingResult
 from tests.raising import raises
-from tests.train.conftest import Stops, Train, same_head
-
-
-class KilledError(BaseException):
-    """Ends a training like a signal. It is not an Exception, so no handler treats it as a failure."""
+from tests.train.conftest import KilledError, Stops, Train, same_head
 
 
 @contextmanager

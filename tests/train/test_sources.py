@@ -16,38 +16,34 @@ from edgespec.errors import EdgespecError, OptionError
 from edgespec.train import TrainingPrompt, TrainingTarget, chat_prompts, file_prompts, load_target
 from edgespec.train.conversations import (
     Conversation,
+    ConversationWriter,
     batch_of,
     batches,
     read_conversations,
     save_conversations,
     token_counts,
 )
-from edgespec.train.writing import ConversationWriter
 from tests.backends.mlx.tiny_checkpoints import CONTROL, TOKENS, write_checkpoint
 from tests.raising import raises
-from tests.train.conftest import LAYERS, PROMPTS
+from tests.train.conftest import LAYERS, PROMPTS, no_progress
 
 START, END = (TOKENS - len(CONTROL) + CONTROL.index(f"<|im_{name}|>") for name in ("start", "end"))
 
 
-def always(_description: str, _fraction: float) -> bool:
-    return True
-
-
 def test_the_target_writes_its_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
-    monkeypatch.setattr("edgespec.train.writing.BATCH_CONVERSATIONS", 12)
+    monkeypatch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 40)
+    monkeypatch.setattr("edgespec.train.conversations.BATCH_CONVERSATIONS", 12)
     folder = write_checkpoint(tmp_path / "chatty", "llama", config={"num_hidden_layers": LAYERS})
     arrays = mx.load(str(folder / "model.safetensors"))
     assert isinstance(arrays, dict)
     # Make the end token about as likely as the others. See `write_checkpoint`.
     arrays["lm_head.weight"][END] = 1.2 * arrays["lm_head.weight"][7]
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
-    with load_target(folder, "chatty", None, always) as target:
+    with load_target(folder, "chatty", None, no_progress) as target:
         writer = ConversationWriter(target.teacher, target.template, ())
-        written = writer.write(0, always)
-        again = ConversationWriter(target.teacher, target.template, ()).write(0, always)
-        other = writer.write(1, always)
+        written = writer.write(0, no_progress)
+        again = ConversationWriter(target.teacher, target.template, ()).write(0, no_progress)
+        other = writer.write(1, no_progress)
     start = writer.question_start
     assert start[0] == START
     assert written
@@ -63,21 +59,21 @@ def test_the_target_writes_its_own_questions(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.long
 def test_given_prompts_are_answered_first(target: TrainingTarget) -> None:
     writer = ConversationWriter(target.teacher, target.template, PROMPTS[:3])
-    assert [each.kind for each in writer.write(0, always)] == ["code", "talk", "code"]
+    assert [each.kind for each in writer.write(0, no_progress)] == ["code", "talk", "code"]
 
 
 @pytest.mark.long
 def test_long_prompts_are_left_out(target: TrainingTarget) -> None:
     long = TrainingPrompt((Message("user", "list " * 900),), "talk")
     writer = ConversationWriter(target.teacher, target.template, [long, PROMPTS[0]])
-    assert [each.kind for each in writer.write(0, always)] == ["code"]
-    assert ConversationWriter(target.teacher, target.template, [long]).write(0, always) == []
+    assert [each.kind for each in writer.write(0, no_progress)] == ["code"]
+    assert ConversationWriter(target.teacher, target.template, [long]).write(0, no_progress) == []
 
 
 def test_a_target_that_writes_no_questions(target: TrainingTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.train.writing._MAX_QUESTION_TOKENS", 1)
+    monkeypatch.setattr("edgespec.train.conversations._MAX_QUESTION_TOKENS", 1)
     with raises(EdgespecError, code="training_data_missing"):
-        ConversationWriter(target.teacher, target.template, ()).write(0, always)
+        ConversationWriter(target.teacher, target.template, ()).write(0, no_progress)
 
 
 def test_prompts_from_a_file(tmp_path: Path) -> None:

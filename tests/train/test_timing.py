@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.errors import CancelledError
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.train import TrainingEstimate, TrainingSettings, TrainingTarget
-from edgespec.train.run import _remaining_work
+from edgespec.train.conversations import ConversationWriter
+from edgespec.train.run import _estimate
 from edgespec.train.state import CurvePoint, TrainingProgress
-from edgespec.train.timing import RemainingWork, TrainingCosts, measure_costs
-from edgespec.train.writing import ConversationWriter
+from edgespec.train.timing import TrainingCosts, measure_costs
 from tests.train.test_sources import conversations
 
 run_step = MlxHeadTrainer.step
@@ -94,27 +95,45 @@ def test_an_estimate_is_cancelled_between_its_steps(
     assert clock.sizes == [32, 32, 32]
 
 
+FREE = TrainingCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
+def estimate(costs: TrainingCosts, *, written: int = 0, drafters: int = 1) -> TrainingEstimate:
+    """Estimate a training on 48,000 tokens after writing some conversations of 100 tokens."""
+    settings = TrainingSettings("eagle3", "target", 48_000, "")
+    return _estimate(costs, settings, conversations(*[100] * written), TrainingProgress(), drafters)
+
+
 def test_the_estimate_adds_up_all_work() -> None:
-    measured = TrainingCosts(1.0, 10.0, 2.0, 3.0, 5.0, 7_000, 600)
-    estimate = measured.estimate(RemainingWork(100, 4, 50, 2, 30), tokens=1_000)
-    assert estimate == TrainingEstimate(100.0, 4 * 10.0 + 50 * 2.0, 2 * 5.0 + 30 * 3.0, 7_000, 4_600)
-    assert estimate.seconds == 340.0
+    costs = TrainingCosts(1.0, 10.0, 2.0, 3.0, 5.0, 7_000, 600)
+    each = [estimate(replace(FREE, **{name: value})) for name, value in asdict(costs).items()]
+    whole = estimate(costs)
+    assert whole.seconds == pytest.approx(sum(part.seconds for part in each))
+    # Each token of the conversations takes four bytes on disk.
+    assert (whole.memory_bytes, whole.disk_bytes) == (7_000, 600 + 4 * 48_000)
 
 
 def test_the_remaining_work() -> None:
-    settings = TrainingSettings("eagle3", "target", 48_000, "")
-    work = _remaining_work(settings, [], TrainingProgress(), drafters=1)
+    steps, tokens = replace(FREE, step_seconds=1.0), replace(FREE, train_seconds=1.0)
+    evaluations, evaluated = replace(FREE, save_seconds=1.0), replace(FREE, evaluate_seconds=1.0)
+    assert estimate(replace(FREE, write_seconds=1.0)).write_seconds == 48_000
     # A 24th of the 48,000 tokens is held out, and each of the others is trained on three times.
-    assert (work.write_tokens, work.train_tokens) == (48_000, 3 * 46_000)
-    assert work.steps == -(-3 * 46_000 // 256)
+    assert estimate(tokens).train_seconds == 3 * 46_000
+    assert estimate(steps).train_seconds == -(-3 * 46_000 // 256)
     # All 2,000 held-out tokens are evaluated each time, and once more after the training.
-    assert work.evaluated_tokens == (work.evaluations + 1) * 2_000
-    assert 20 <= work.evaluations <= 21
-    # Half of the conversations have been written, in 240 conversations of 100 tokens.
-    half = _remaining_work(settings, conversations(*[100] * 240), TrainingProgress(), drafters=2)
-    assert half.write_tokens == 24_000
-    assert half.evaluated_tokens == (half.evaluations + 2) * 2_000
+    count = estimate(evaluations).evaluate_seconds
+    assert 20 <= count <= 21
+    assert estimate(evaluated).evaluate_seconds == (count + 1) * 2_000
+    # Half of the conversations have been written.
+    assert estimate(replace(FREE, write_seconds=1.0), written=240).write_seconds == 24_000
+    assert estimate(evaluated, written=240, drafters=2).evaluate_seconds == (count + 2) * 2_000
+
+
+def test_finished_work_is_not_estimated() -> None:
+    settings = TrainingSettings("eagle3", "target", 48_000, "")
+    costs = TrainingCosts(0.0, 1.0, 1_000.0, 0.0, 1.0, 0, 0)
     point = CurvePoint(100, 25_600, 1.0, 1.5)
-    rest = _remaining_work(settings, [], TrainingProgress(200, 51_200, [1.0] * 100, [point]), drafters=1)
-    assert (rest.steps, rest.train_tokens) == (work.steps - 200, 3 * 46_000 - 51_200)
-    assert rest.evaluations == work.evaluations - 1
+    state = TrainingProgress(200, 51_200, [1.0] * 100, [point])
+    whole, rest = (_estimate(costs, settings, [], each, 1) for each in (TrainingProgress(), state))
+    assert whole.train_seconds - rest.train_seconds == 200 + 1_000 * 51_200
+    assert whole.evaluate_seconds - rest.evaluate_seconds == 1

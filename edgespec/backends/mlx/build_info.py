@@ -15,7 +15,6 @@ from edgespec.system.installation import setup_command
 
 __all__ = [
     "MlxBuildInfo",
-    "build_identity",
     "build_info",
     "mlx_core",
     "mlx_lm_utils",
@@ -150,8 +149,3 @@ def build_info() -> MlxBuildInfo:
         mx.cuda.is_available(),
         int(device.get("max_recommended_working_set_size") or 0),
     )
-
-
-def build_identity() -> str:
-    """Return a string that identifies the installed MLX version and its default device."""
-    return repr(build_info())

@@ -12,15 +12,15 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import HeadView, check_finite
+from edgespec.backends.head_view import check_finite
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.eagle_network import FeedForward
+from edgespec.backends.mlx.eagle import FeedForward, HeadAttention
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.heads import (
     BATCH_TOKENS,
+    MlxHead,
     MlxHeadCells,
     check_memory,
     check_sizes,
@@ -29,12 +29,14 @@ from edgespec.backends.mlx.heads import (
     head_facts,
     head_memory,
     loaded_bytes,
+    target_embedding,
+    target_lm_head,
     weight_array,
+    wrong_layers_error,
 )
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 from edgespec.model.base import Head
 from edgespec.model.heads.dflash_files import DFlashConfig, DFlashFiles, read_dflash
 from edgespec.model.heads.layer_config import invalid_settings
@@ -62,13 +64,7 @@ class DFlashNetwork(Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The head's compute data type."""
         return self.fc.weight.dtype
-
-    @property
-    def cache_count(self) -> int:
-        """Number of KV caches."""
-        return len(self.layers)
 
     def add_states(self, states: mx.array, caches: Sequence[AttentionCache]) -> None:
         """Compute keys and values from the target's hidden states [tokens, states * size], and cache them."""
@@ -110,42 +106,27 @@ class _Layer(Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class _Attention(Module):
+class _Attention(HeadAttention):
     def __init__(self, config: DFlashConfig, window: int) -> None:
-        super().__init__()
+        super().__init__(config, config.size, config.size)
         self._config, self._window = config, window
-        self.q_proj = Linear(config.size, config.heads * config.head_size, bias=False)
-        self.k_proj = Linear(config.size, config.kv_heads * config.head_size, bias=False)
-        self.v_proj = Linear(config.size, config.kv_heads * config.head_size, bias=False)
-        self.o_proj = Linear(config.heads * config.head_size, config.size, bias=False)
         self.q_norm = RMSNorm(config.head_size, config.norm_eps)
         self.k_norm = RMSNorm(config.head_size, config.norm_eps)
-        self.rope = initialize_rope(
-            config.head_size,
-            config.rope.theta,
-            False,
-            dict(config.rope.scaling) or None,
-            config.context_tokens or None,
-        )
 
     def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:
         """Append the keys and values computed from `states` to the cache, and return its entire contents."""
-        keys = self.rope(self.k_norm(self._split(self.k_proj(states))), offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, self._split(self.v_proj(states)))
+        keys = self.rope(self.k_norm(self.split_heads(self.k_proj(states))), offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, self.split_heads(self.v_proj(states)))
         return keys, values
 
     def __call__(self, states: mx.array, cache: AttentionCache) -> mx.array:
         count, before = states.shape[1], cache.offset
-        queries = self.rope(self.q_norm(self._split(self.q_proj(states))), offset=before)
+        queries = self.rope(self.q_norm(self.split_heads(self.q_proj(states))), offset=before)
         keys, values = self.add(states, cache)
         attended = mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            scale=self._config.head_size**-0.5,
-            mask=self._mask(before, count),
+            queries, keys, values, scale=self._head_size**-0.5, mask=self._mask(before, count)
         )
-        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
+        return self.output(attended)
 
     def _mask(self, before: int, count: int) -> mx.array | None:
         """Return the block's attention mask, bool [tokens, keys], or None if tokens attend to all keys."""
@@ -159,12 +140,8 @@ class _Attention(Module):
             return None
         return seen[0] & seen[-1]
 
-    def _split(self, rows: mx.array) -> mx.array:
-        count = rows.shape[1]
-        return rows.reshape(1, count, -1, self._config.head_size).transpose(0, 2, 1, 3)
 
-
-class DFlashHead(HeadView[HeadTarget]):
+class DFlashHead(MlxHead):
     """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache row for position p is computed from the target's hidden states at p rather than from the token
@@ -177,14 +154,12 @@ class DFlashHead(HeadView[HeadTarget]):
     already computed get the logits of the block's first token.
 
     Args:
-        config: The head's configuration. See `EagleHead` for the other arguments.
+        config: The head's configuration. See `MlxHead` for the other arguments.
     """
-
-    _cells: MlxHeadCells
 
     def __init__(
         self,
-        target: HeadTarget,
+        target: MlxModel,
         network: DFlashNetwork,
         config: DFlashConfig,
         embed: Callable[[mx.array], mx.array],
@@ -193,8 +168,6 @@ class DFlashHead(HeadView[HeadTarget]):
         facts: ModelFacts,
     ) -> None:
         self._config, self._network = config, network
-        self._embed, self._lm_head = embed, lm_head
-        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._first_row = 0 if config.predicts_next else 1
         capabilities = Capabilities(
             rollback=True,
@@ -202,11 +175,8 @@ class DFlashHead(HeadView[HeadTarget]):
             max_draft_length=config.block_tokens - self._first_row,
             drafts_in_one_pass=True,
         )
-        self.facts = replace(facts, capabilities=capabilities)
-        cells = MlxHeadCells([network.cache_count])
-        # Open the log last, because nothing would close it if a later line failed.
-        super().__init__(target, target.log_hidden_states(config.states), cells=cells)
-        self._keep(0)
+        facts, cells = replace(facts, capabilities=capabilities), MlxHeadCells([len(network.layers)])
+        super().__init__(target, config.states, cells, embed, lm_head, target_ids, facts)
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
@@ -266,13 +236,12 @@ class DFlashHead(HeadView[HeadTarget]):
             rows = self._rows[mx.array(depths)]
             if self._config.markov_rank:
                 rows = rows + self._network.markov_head(mx.array(list(tokens))).astype(mx.float32)
-            return self._draft_vocabulary.spread(rows)
+            return self._in_target_vocabulary(rows)
 
     def close(self) -> None:
         if not self._closed:
             super().close()
-            self._keep(self.length)
-            del self._network, self._cells.caches, self._embed, self._lm_head, self._draft_vocabulary
+            del self._network
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
@@ -283,24 +252,19 @@ def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstim
     compute_elements = (
         batch_elements + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused
     )
-    weight_bytes = sum(map(loaded_bytes, files.tensors.values()))
+    weight_bytes = loaded_bytes(files.tensors.values())
     return head_memory(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
-def load_head(target: HeadTarget, head: Head) -> DFlashHead:
+def load_head(target: MlxModel, head: Head) -> DFlashHead:
     """Load a DFlash or DSpark head for a target. See `registry.HeadNetwork`."""
     folder = checked_folder(head.shown_path)
     files = read_dflash(folder)
     config, name = files.config, f"the draft head of {target.facts.name}"
     check_sizes(target, folder, config.size, config.vocab_size)
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
-        raise CapabilityError(
-            f"the draft head {folder} was made for another model: it reads the layers {list(config.states)},"
-            f" but {target.facts.name} has {target.layer_count} layers",
-            "choose the head that was published for this model",
-            code="head_mismatch",
-        )
-    check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))
+        raise wrong_layers_error(target, folder, config.states)
+    check_memory(target, name, loaded_bytes(files.tensors.values()))
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
     with invalid_settings(folder):
         network = DFlashNetwork(files)
@@ -316,8 +280,8 @@ def load_head(target: HeadTarget, head: Head) -> DFlashHead:
         config.kv_bytes_per_token,
         config.context_tokens,
     )
-    embed = TargetEmbedding(target.net, config.vocab_size, config.size)
-    lm_head = TargetLmHead(target.net) if files.target_ids is None else network.lm_head
+    embed = target_embedding(target.net, config.vocab_size, config.size)
+    lm_head = target_lm_head(target.net) if files.target_ids is None else network.lm_head
     view = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
     try:
         check_finite(view, folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -51,19 +51,10 @@ _ON_POLICY_EVERY = 2
 _OWN_TOKENS = 32
 
 
-class _Quantisation(NamedTuple):
-    group_size: int
-    bits: int
-    mode: str
-
-
 class TrainableDraft:
     """A draft model with trainable weights. It is published with the original model's quantisation.
 
-    Args:
-        path: Folder of the draft model.
-        name: Name of the draft model, for messages.
-        lora: Train LoRA weights instead of the model's own weights.
+    With `lora`, LoRA weights are trained instead of the model's own weights.
 
     Attributes:
         net: The mlx `nn.Module`.
@@ -85,8 +76,9 @@ class TrainableDraft:
         self.vocab_size = loaded.skeleton.vocab_size
         config = loaded.skeleton.config
         self.size = int((config.get("text_config") or config)["hidden_size"])
+        # Arguments of `mx.quantize` for each quantised module.
         self._quantised = {
-            key: _Quantisation(module.group_size, module.bits, module.mode)
+            key: {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
             for key, module in self.net.named_modules()
             if "scales" in module
         }
@@ -126,7 +118,7 @@ class TrainableDraft:
                 scales_dtype = self._dtypes[f"{module}.scales"]
                 # Keep the weights' type if the scales are 8-bit integers, as in some quantisation formats.
                 weight = array.astype(scales_dtype) if mx.issubdtype(scales_dtype, mx.floating) else array
-                packed = mx.quantize(weight, **self._quantised[module]._asdict())
+                packed = mx.quantize(weight, **self._quantised[module])
                 parts = zip(("weight", "scales", "biases"), packed, strict=False)
                 arrays.update({f"{module}.{part}": values for part, values in parts})
             else:
@@ -145,13 +137,7 @@ class TrainableDraft:
 
 
 class DraftGuesser:
-    """Implements `Guesser` for a draft model.
-
-    Args:
-        teacher: The target that the draft model should imitate.
-        draft: The draft model.
-        name: Name of the draft model, for messages.
-    """
+    """Implements `Guesser` for a draft model that should imitate `teacher`."""
 
     def __init__(self, teacher: TeacherModel, draft: TrainableDraft, name: str) -> None:
         self._teacher, self._draft, self._name = teacher, draft, name
@@ -183,15 +169,7 @@ class DraftGuesser:
 
 
 class DraftTrainer(DraftGuesser):
-    """Implements `DrafterTrainer` for a draft model.
-
-    Args:
-        teacher: The target that the draft model should imitate.
-        draft: The draft model.
-        name: Name of the draft model, for messages.
-        original: Folder from which the draft model was loaded.
-        rate: Peak learning rate.
-    """
+    """Implements `DrafterTrainer` for a draft model that was loaded from the folder `original`."""
 
     def __init__(
         self, teacher: TeacherModel, draft: TrainableDraft, name: str, original: Path, rate: float

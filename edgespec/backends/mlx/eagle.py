@@ -1,22 +1,28 @@
-"""Run EAGLE heads and MTP layers, small networks that read the target's hidden states, with MLX."""
+"""Run EAGLE heads (arXiv 2401.15077 and 2503.01840), and heads like them, with MLX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import HeadView, load_most_accurate
-from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.eagle_network import EagleNetwork
+from edgespec.backends.head_view import load_most_accurate
+from edgespec.backends.mlx.attention_cache import AttentionCache, install_tree_ropes
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.heads import (
     BATCH_TOKENS,
+    MlxHead,
     MlxHeadCells,
     check_memory,
     check_sizes,
@@ -25,21 +31,22 @@ from edgespec.backends.mlx.heads import (
     head_facts,
     head_memory,
     loaded_bytes,
+    target_embedding,
+    target_lm_head,
     weight_array,
+    wrong_layers_error,
 )
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.pass_layout import install_tree_ropes
-from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.errors import CapabilityError
 from edgespec.model.base import Head
-from edgespec.model.heads.eagle_files import EagleFiles, read_eagle
-from edgespec.model.heads.layer_config import invalid_settings
+from edgespec.model.heads.eagle_files import EagleConfig, EagleFiles, read_eagle
+from edgespec.model.heads.layer_config import LayerConfig, invalid_settings
 from edgespec.model.hidden_states import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
-__all__ = ["EagleHead", "HiddenStateNetwork", "estimate_head", "load_head"]
+__all__ = ["EagleHead", "EagleLayer", "FeedForward", "HeadAttention", "estimate_head", "load_head"]
 
 
 class HiddenStateNetwork(Protocol):
@@ -72,7 +79,7 @@ class HiddenStateNetwork(Protocol):
         """Convert the head's hidden states to its own inputs for the next draft step."""
 
 
-class EagleHead(HeadView[HeadTarget]):
+class EagleHead(MlxHead):
     """A head that reads each token together with the preceding hidden state.
 
     The token at position p is processed with the target's hidden state at position p - 1. Draft tokens have
@@ -85,21 +92,12 @@ class EagleHead(HeadView[HeadTarget]):
     one processes every token.
 
     Args:
-        target: The target that the head drafts for.
-        states: The target's hidden states that the head reads. Passed to `log_hidden_states`.
-        networks: The networks, with evaluated weights.
-        embed: Returns the embeddings of token ids.
-        lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
-        target_ids: The target's token id for each token of the draft vocabulary, or None if the vocabularies
-            are the same.
-        facts: The head's name and sizes.
+        networks: The networks, with evaluated weights. See `MlxHead` for the other arguments.
     """
-
-    _cells: MlxHeadCells
 
     def __init__(
         self,
-        target: HeadTarget,
+        target: MlxModel,
         states: Sequence[int],
         networks: Sequence[HiddenStateNetwork],
         embed: Callable[[mx.array], mx.array],
@@ -107,10 +105,9 @@ class EagleHead(HeadView[HeadTarget]):
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
-        self.networks, self._embed, self._lm_head = networks, embed, lm_head
+        self.networks = networks
         # Index of the network that runs the draft tree's current level.
         self._step = 0
-        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         cells = MlxHeadCells([network.cache_count for network in networks])
         for network in networks:
             install_tree_ropes(network, cells.layout)
@@ -119,10 +116,8 @@ class EagleHead(HeadView[HeadTarget]):
             tree=target.facts.capabilities.tree,
             max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
         )
-        self.facts = replace(facts, capabilities=capabilities)
-        # Open the log last, because nothing would close it if a later line failed.
-        super().__init__(target, target.log_hidden_states(states), cells=cells)
-        self._keep(0)
+        facts = replace(facts, capabilities=capabilities)
+        super().__init__(target, states, cells, embed, lm_head, target_ids, facts)
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
@@ -209,29 +204,215 @@ class EagleHead(HeadView[HeadTarget]):
             return network(embeddings, states, self._cells.caches[self._step])
 
     def _logits(self, states: mx.array) -> mx.array:
-        """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
         with translate_errors("the draft head could not be run"):
             rows = self._lm_head(self.networks[self._step].normalised(states)).astype(mx.float32)
-            return self._draft_vocabulary.spread(rows)
+            return self._in_target_vocabulary(rows)
 
     def close(self) -> None:
         if not self._closed:
             super().close()
-            self._keep(self.length)
-            del self.networks, self._cells.caches, self._embed, self._lm_head, self._draft_vocabulary
+            del self.networks
+
+
+class FeedForward(Module):
+    """A gated feed-forward block (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        size: Size of hidden states.
+        inner: Size of the block's inner layer.
+    """
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(size, inner, bias=False)
+        self.up_proj = Linear(size, inner, bias=False)
+        self.down_proj = Linear(inner, size, bias=False)
+
+    def __call__(self, states: mx.array) -> mx.array:
+        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class HeadAttention(Module):
+    """The projections (those in `biases` with a bias) and rotary embedding of a head's attention layer."""
+
+    def __init__(self, config: LayerConfig, inputs: int, outputs: int, biases: Collection[str] = ()) -> None:
+        super().__init__()
+        self._head_size = config.head_size
+        for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+            self[f"{name}_proj"] = Linear(inputs, heads * config.head_size, bias=name in biases)
+        self.o_proj = Linear(config.heads * config.head_size, outputs, bias=False)
+        scaling, context_tokens = dict(config.rope.scaling), config.context_tokens
+        self.rope = initialize_rope(
+            config.head_size, config.rope.theta, False, scaling or None, context_tokens or None
+        )
+
+    def split_heads(self, rows: mx.array) -> mx.array:
+        """Split projected tokens [batch, tokens, ...] into heads [batch, heads, tokens, head size]."""
+        return rows.reshape(*rows.shape[:2], -1, self._head_size).transpose(0, 2, 1, 3)
+
+    def output(self, attended: mx.array) -> mx.array:
+        """Return the layer's output [batch, tokens, outputs] for the result of its heads."""
+        batch, _, tokens, _ = attended.shape
+        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(batch, tokens, -1))
+
+
+class EagleNetwork(Module):
+    """The network of an EAGLE head, with the canonical parameter names of `model.heads.eagle_files`.
+
+    EAGLE-3 first reduces several of the target's hidden states to one (`reduced`), and normalises the inputs.
+    EAGLE-1 reads a single hidden state and combines it with the token's embedding in `fc`.
+
+    Args:
+        files: The head's configuration and weights.
+        hidden_first: Whether the head was trained with the hidden state before the embedding in its input.
+            Usually, the embedding comes first.
+    """
+
+    def __init__(self, files: EagleFiles, hidden_first: bool = False) -> None:
+        super().__init__()
+        self._hidden_first = hidden_first
+        config, names = files.config, files.tensors.keys()
+        self._config = config
+        size, eps = config.hidden_size, config.norm_eps
+        fused = files.tensors["fc.weight"].shape[1]
+        self.fc = Linear(fused, size, bias="fc.bias" in names)
+        self.layer = EagleLayer(config, {name for name in names if name.endswith(".bias")}, hidden_first)
+        if config.version == 3:
+            self.norm = RMSNorm(size, eps)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(fused, eps)
+        if "fc_norm.0.weight" in names:
+            self.fc_norm = [RMSNorm(config.target_size, eps) for _ in range(fused // config.target_size)]
+        if "lm_head.weight" in names:
+            self.lm_head = Linear(size, files.draft_vocab_size, bias=False)
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = Embedding(config.vocab_size, size)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def cache_count(self) -> int:
+        return 1
+
+    def reduced(self, states: mx.array) -> mx.array:
+        if self._config.version == 1:
+            return states
+        if "input_norm" in self:
+            states = self.input_norm(states)
+        if "fc_norm" in self:
+            parts = mx.split(states, len(self.fc_norm), axis=-1)
+            states = mx.concatenate(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1
+            )
+        return self.fc(states)
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        """Return the layer's hidden states [tokens, size].
+
+        Takes each token's embedding and the preceding hidden state. See `HiddenStateNetwork.__call__`.
+        """
+        attend = _CachedAttention(caches[0])
+        if self._config.version == 1:
+            states = self.fc(_joined(embeddings, states, self._hidden_first))
+            return self.layer(states[None], None, attend)[0]
+        return self.layer(states[None], embeddings[None], attend)[0]
+
+    def normalised(self, states: mx.array) -> mx.array:
+        return self.norm(states) if self._config.version == 3 else states
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        return self.norm(states) if self._config.norm_output else states
+
+
+def _joined(embeddings: mx.array, states: mx.array, hidden_first: bool) -> mx.array:
+    return mx.concatenate([states, embeddings] if hidden_first else [embeddings, states], axis=-1)
+
+
+class Attend(Protocol):
+    """Computes attention for new tokens over their own keys and values and all earlier ones.
+
+    Attributes:
+        offset: Position of the first new token.
+    """
+
+    @property
+    def offset(self) -> int: ...
+
+    def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Return the attention output [batch, heads, tokens, head size]."""
+
+
+class _CachedAttention:
+    """Appends new tokens to a KV cache, and attends to all tokens in it."""
+
+    def __init__(self, cache: AttentionCache) -> None:
+        self._cache = cache
+        self.offset = cache.offset
+
+    def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        mask = self._cache.make_mask(queries.shape[2])
+        keys, values = self._cache.update_and_fetch(keys, values)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+class EagleLayer(Module):
+    """The transformer layer of an EAGLE head.
+
+    Args:
+        config: The head's configuration.
+        biases: Names of the head's bias tensors, including the prefix `layer.`.
+        hidden_first: See `EagleNetwork`.
+    """
+
+    def __init__(self, config: EagleConfig, biases: Collection[str] = (), hidden_first: bool = False) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self._norm_before_residual, self._hidden_first = config.norm_before_residual, hidden_first
+        self.self_attn = _Attention(config, biases)
+        self.mlp = FeedForward(size, config.feed_forward_size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        if config.version == 3:
+            self.input_layernorm = RMSNorm(size, eps)
+            self.hidden_norm = RMSNorm(size, eps)
+
+    def __call__(self, states: mx.array, embeddings: mx.array | None, attend: Attend) -> mx.array:
+        """Return the hidden states [batch, tokens, size]. EAGLE-1 layers do not use `embeddings`."""
+        residual = inputs = states
+        if embeddings is not None:
+            normalised = self.hidden_norm(states)
+            inputs = _joined(self.input_layernorm(embeddings), normalised, self._hidden_first)
+            residual = normalised if self._norm_before_residual else states
+        states = residual + self.self_attn(inputs, attend)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class _Attention(HeadAttention):
+    def __init__(self, config: EagleConfig, biases: Collection[str]) -> None:
+        inputs = config.hidden_size * (2 if config.version == 3 else 1)
+        own = {name for name in "qkv" if f"layer.self_attn.{name}_proj.bias" in biases}
+        super().__init__(config, inputs, config.hidden_size, own)
+
+    def __call__(self, inputs: mx.array, attend: Attend) -> mx.array:
+        offset = attend.offset
+        queries = self.rope(self.split_heads(self.q_proj(inputs)), offset=offset)
+        keys = self.rope(self.split_heads(self.k_proj(inputs)), offset=offset)
+        values = self.split_heads(self.v_proj(inputs))
+        return self.output(attend(queries, keys, values, self._head_size**-0.5))
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory use of a head. See `registry.HeadNetwork`."""
     files = read_eagle(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
-    weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
+    weight_bytes = loaded_bytes(files.tensors.values())
     row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
     compute_elements = BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused
     return head_memory(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
-def load_head(target: HeadTarget, head: Head) -> EagleHead:
+def load_head(target: MlxModel, head: Head) -> EagleHead:
     """Load an EAGLE head for a target. See `registry.HeadNetwork`.
 
     An EAGLE head's configuration does not say which hidden states the head reads, or whether its input
@@ -242,7 +423,7 @@ def load_head(target: HeadTarget, head: Head) -> EagleHead:
     files = read_eagle(folder)
     name = f"the draft head of {target.facts.name}"
     check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
-    check_memory(target, name, files.weight_bytes)
+    check_memory(target, name, loaded_bytes(files.tensors.values()))
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
     choices = (
         _head(target, files, weights, states, hidden_first, name, folder)
@@ -252,26 +433,20 @@ def load_head(target: HeadTarget, head: Head) -> EagleHead:
     return load_most_accurate(target, choices, folder)
 
 
-def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
+def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
     """Return the combinations of hidden states that the head may read, most likely first."""
-    layers = target.layer_count
     if files.config.version == 1:
         # Most heads read the hidden state after the final norm, as in EAGLE's own code. Others read the state
         # before it.
-        return [(POST_NORM,), (layers,)]
-    choices = files.config.layer_choices(layers)
+        return [(POST_NORM,), (target.layer_count,)]
+    choices = files.config.layer_choices(target.layer_count)
     if not choices:
-        raise CapabilityError(
-            f"the draft head {folder} was made for another model: it reads the layers"
-            f" {list(files.config.layers or ())}, but {target.facts.name} has {layers} layers",
-            "choose the head that was published for this model",
-            code="head_mismatch",
-        )
+        raise wrong_layers_error(target, folder, files.config.layers or ())
     return choices
 
 
 def _head(
-    target: HeadTarget,
+    target: MlxModel,
     files: EagleFiles,
     weights: Sequence[tuple[str, mx.array]],
     states: Sequence[int],
@@ -289,9 +464,9 @@ def _head(
     embed = (
         network.embed_tokens
         if "embed_tokens.weight" in parameters
-        else TargetEmbedding(target.net, config.vocab_size, config.hidden_size)
+        else target_embedding(target.net, config.vocab_size, config.hidden_size)
     )
-    lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(target.net)
+    lm_head = network.lm_head if "lm_head.weight" in parameters else target_lm_head(target.net)
     facts = head_facts(
         target,
         name,

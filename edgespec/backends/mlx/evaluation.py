@@ -1,4 +1,4 @@
-"""Evaluate MLX arrays, translate MLX errors, limit the cache of freed buffers, and free per-thread state.
+"""Evaluate MLX arrays and copy their bytes, translate MLX errors, and limit and free MLX's memory.
 
 By default, MLX creates a CPU stream for each thread that computes anything, and each CPU stream starts a
 system thread that never exits. A server that loads and unloads models for days would accumulate thousands of
@@ -7,18 +7,25 @@ them, so threads reuse the CPU streams of earlier threads.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = [
+    "array_bytes",
+    "array_header",
+    "array_size",
     "evaluate",
     "freed_buffers_bytes",
+    "read_array",
     "release_thread_state",
     "reuse_stream",
     "start_evaluation",
@@ -28,6 +35,14 @@ __all__ = [
 # Maximum size in bytes of freed memory that MLX keeps for reuse, on CPUs and on GPUs. The GPU limit is
 # higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        mx.float32, mx.float16, mx.bfloat16, mx.uint8, mx.uint16, mx.uint32, mx.int8, mx.int16, mx.int32,
+        mx.int64, mx.bool_,
+    )
+}  # fmt: skip
+# Streams that no thread uses. See `_Lease`.
 _free: list[mx.Stream] = []
 
 
@@ -58,6 +73,38 @@ def evaluate(*arrays: mx.array) -> None:
         mx.eval(*arrays)
 
 
+def array_header(array: mx.array) -> dict[str, Any]:
+    """Describe an array for `read_array`."""
+    return {"dtype": str(array.dtype), "shape": list(array.shape)}
+
+
+def array_bytes(array: mx.array) -> memoryview:
+    """Return the bytes of an evaluated array, copying them only if the array is not contiguous."""
+    flat = mx.contiguous(array.reshape(-1)).view(mx.uint8)
+    mx.eval(flat)
+    return memoryview(flat)  # type: ignore[arg-type]
+
+
+def array_size(header: dict[str, Any]) -> int:
+    """Return the size in bytes of an array, given its header. Raises ValueError if the header is invalid."""
+    dtype, shape = _DTYPES.get(str(header.get("dtype"))), header.get("shape")
+    if dtype is None or not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        raise ValueError("an array has no valid data type and shape")
+    if min(shape, default=1) < 0:
+        raise ValueError(f"an array cannot have the shape {shape}")
+    return dtype.size * math.prod(shape)
+
+
+def read_array(header: dict[str, Any], data: bytes | bytearray | memoryview) -> mx.array:
+    """Return the unevaluated array with this header and these bytes. Raises ValueError if they differ."""
+    if array_size(header) != len(data):
+        raise ValueError(
+            f"an array of shape {header['shape']} and type {header['dtype']} has {len(data):,} bytes"
+        )
+    dtype = _DTYPES[header["dtype"]]
+    return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(header["shape"])
+
+
 def freed_buffers_bytes() -> int:
     """Return how much freed memory MLX may keep for reuse on its default device, in bytes."""
     return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
@@ -71,7 +118,11 @@ def release_thread_state() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         return
-    _release_streams()
+    mx.synchronize()
+    mx.clear_streams()
+    _lease_stream().is_used = False
+    if mx.is_available(mx.gpu):
+        mx.set_default_stream(mx.new_stream(mx.gpu))
 
 
 class _Lease:
@@ -82,8 +133,8 @@ class _Lease:
     the interpreter, and aborts the process if the interpreter is already shutting down.
 
     Attributes:
-        is_used: Whether the thread may have used MLX since `_release_streams`. If not, there is nothing to
-            free, and calling MLX while both the thread and Python are exiting could abort the process.
+        is_used: Whether the thread may have used MLX since `release_thread_state`. If not, there is nothing
+            to free, and calling MLX while both the thread and Python are exiting could abort the process.
     """
 
     def __init__(self) -> None:
@@ -104,11 +155,7 @@ class _Lease:
         _free.append(self.stream)
 
 
-class _Leases(threading.local):
-    lease: _Lease | None = None
-
-
-_leases = _Leases()
+_this_thread = threading.local()
 
 
 def reuse_stream() -> None:
@@ -116,22 +163,14 @@ def reuse_stream() -> None:
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """
-    if (lease := _leases.lease) is not None:
+    if (lease := getattr(_this_thread, "lease", None)) is not None:
         lease.is_used = True
     elif threading.current_thread() is not threading.main_thread():
         _lease_stream()
 
 
-def _release_streams() -> None:
-    """Free the streams that MLX created for the calling thread. The thread can still use MLX."""
-    mx.synchronize()
-    mx.clear_streams()
-    _lease_stream().is_used = False
-    if mx.is_available(mx.gpu):
-        mx.set_default_stream(mx.new_stream(mx.gpu))
-
-
 def _lease_stream() -> _Lease:
-    lease = _leases.lease = _leases.lease or _Lease()
+    lease: _Lease = getattr(_this_thread, "lease", None) or _Lease()
+    _this_thread.lease = lease
     mx.set_default_stream(lease.stream)
     return lease

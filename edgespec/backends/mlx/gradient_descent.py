@@ -13,7 +13,7 @@ from mlx import optimizers
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.errors import BackendError, ModelFileError
 
-__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "TrainedNetwork", "save_arrays"]
+__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "loss_and_gradients", "save_arrays"]
 
 Arrays: TypeAlias = dict[str, mx.array]
 # Learning rate schedule: number of warm-up steps, and fraction of the training after which the rates decay to
@@ -22,23 +22,13 @@ _WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
 
 
 class TrainedNetwork(Protocol):
-    """A network whose weights can be replaced.
-
-    Attributes:
-        weights: The trained weights, keyed by name. Names contain no colons.
-    """
+    """A network whose weights, keyed by names without colons, can be replaced."""
 
     weights: Arrays
 
 
 class ParameterGroup(NamedTuple):
-    """Weights that share an optimiser.
-
-    Attributes:
-        optimiser: The optimiser.
-        rate: Peak learning rate.
-        contains: Returns whether a weight belongs to the group.
-    """
+    """Weights that share an optimiser and a peak learning rate."""
 
     optimiser: Any
     rate: float
@@ -85,14 +75,7 @@ class GradientDescent:
 
         weights = self._network.weights
         try:
-            value, gradients = mx.value_and_grad(loss_of)(weights)
-            gradients, norm = optimizers.clip_grad_norm(gradients, self._max_gradient_norm)
-            evaluate(value, norm)
-            if not mx.isfinite(value + norm).item():
-                raise BackendError(
-                    f"training {self._name} failed, because its loss is no longer finite",
-                    code="training_diverged",
-                )
+            value, gradients = loss_and_gradients(loss_of, weights, self._max_gradient_norm, self._name)
         finally:
             self._network.weights = weights
         self.steps += 1
@@ -154,6 +137,24 @@ class GradientDescent:
             if isinstance(moments, dict)
             for moment, array in moments.items()
         }
+
+
+def loss_and_gradients(
+    loss: Callable[[Arrays], mx.array], weights: Arrays, max_norm: float, name: str
+) -> tuple[mx.array, Arrays]:
+    """Return a loss and its gradients, which are clipped to a norm of `max_norm`.
+
+    Raises:
+        BackendError: The loss is not finite. The message names the trained network, `name`.
+    """
+    value, gradients = mx.value_and_grad(loss)(weights)
+    gradients, norm = optimizers.clip_grad_norm(gradients, max_norm)
+    evaluate(value, norm)
+    if not mx.isfinite(value + norm).item():
+        raise BackendError(
+            f"training {name} failed, because its loss is no longer finite", code="training_diverged"
+        )
+    return value, gradients
 
 
 def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:

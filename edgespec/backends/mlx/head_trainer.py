@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
@@ -148,30 +148,8 @@ def _ridge_regression(
     return solve
 
 
-class _Goals(NamedTuple):
-    """The target distributions that the head learns at each draft step.
-
-    Attributes:
-        probs: The target's probabilities for the candidate tokens, float32 [reply tokens, candidates].
-        rows: For each step, the rows of the flattened batch from which the head predicts a reply token.
-        indices: For each step, the row of `probs` that holds the target's distribution for each of `rows`.
-    """
-
-    probs: mx.array
-    rows: list[NDArray[np.int64]]
-    indices: list[mx.array]
-
-
 class HeadGuesser:
-    """Implements `Guesser` for a head.
-
-    Args:
-        teacher: The target that the head drafts for.
-        head: The head to evaluate.
-
-    Attributes:
-        head: The head.
-    """
+    """Implements `Guesser` for a head of any kind."""
 
     def __init__(self, teacher: TeacherModel, head: TrainableHead) -> None:
         self._teacher, self.head = teacher, head
@@ -205,10 +183,14 @@ class MlxHeadTrainer(HeadGuesser):
             head,
             (
                 ParameterGroup(
-                    optimizers.Muon(0.0, weight_decay=0.0), head.rate_scale * _MATRIX_RATE, _is_matrix
+                    optimizers.Muon(0.0, weight_decay=0.0),
+                    head.rate_scale * _MATRIX_RATE,
+                    lambda array: array.ndim == 2,
                 ),
                 ParameterGroup(
-                    optimizers.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.0), _VECTOR_RATE, _is_vector
+                    optimizers.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.0),
+                    _VECTOR_RATE,
+                    lambda array: array.ndim == 1,
                 ),
             ),
             _MAX_GRADIENT_NORM,
@@ -230,34 +212,41 @@ class MlxHeadTrainer(HeadGuesser):
             steps: Number of tokens to draft.
         """
         states = self._teacher.states(batch.tokens, self.head.states)
-        candidates, goals = self._goals(batch, states.logits, steps)
+        replied = np.flatnonzero(batch.replied_after(1))
+        candidates, target_probs = self._goals(states.logits, replied)
         output = self._teacher.output_rows(candidates)
         embeddings, hidden = self._teacher.embed(mx.array(batch.tokens)), states.hidden
-        evaluate(output, goals.probs, embeddings, hidden)
+        evaluate(output, target_probs, embeddings, hidden)
+        # For each step, the rows of the flattened batch from which the head predicts a reply token, and the
+        # row of `target_probs` with the target's distribution for each of them.
+        rows = [np.flatnonzero(batch.replied_after(2 + step)) for step in range(steps)]
+        goals = [mx.array(np.searchsorted(replied, each + 1 + step)) for step, each in enumerate(rows)]
         weights = [_DECAY**step for step in range(steps)]
 
         def loss() -> mx.array:
             total = mx.array(0.0)
             for step, state in enumerate(self.head.unroll(embeddings, hidden, steps)):
-                logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
-                probs = goals.probs[goals.indices[step]]
+                logits = state.reshape(-1, state.shape[-1])[mx.array(rows[step])] @ output.T
+                probs = target_probs[goals[step]]
                 losses = mx.logsumexp(logits, axis=-1) - (probs * logits).sum(axis=-1)
-                total = total + weights[step] * losses.sum() / max(1, len(goals.rows[step]))
+                total = total + weights[step] * losses.sum() / max(1, len(rows[step]))
             return total / sum(weights)
 
         return loss
 
-    def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
-        """Return the candidate tokens of a training step, and the target's probabilities for them."""
-        source = np.flatnonzero(batch.replied_after(1))
-        probs = mx.softmax(logits.reshape(-1, logits.shape[-1])[mx.array(source)], axis=-1)
+    def _goals(self, logits: mx.array, replied: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
+        """Return the candidate tokens of a training step, and the target's probabilities for them.
+
+        Args:
+            logits: The target's logits for the batch.
+            replied: The rows of the flattened batch whose next token belongs to a reply.
+        """
+        probs = mx.softmax(logits.reshape(-1, logits.shape[-1])[mx.array(replied)], axis=-1)
         mass = probs.sum(axis=0)[self._draft_tokens]
         count = min(_CANDIDATES, len(self.head.draft_tokens))
         candidates = self._draft_tokens[mx.sort(mx.argpartition(-mass, count - 1)[:count])]
         probs = probs[:, candidates]
-        rows = [np.flatnonzero(batch.replied_after(2 + step)) for step in range(unroll)]
-        indices = [mx.array(np.searchsorted(source, each + 1 + step)) for step, each in enumerate(rows)]
-        return candidates, _Goals(probs / probs.sum(axis=-1, keepdims=True), rows, indices)
+        return candidates, probs / probs.sum(axis=-1, keepdims=True)
 
     def save_state(self, path: Path) -> None:
         self._descent.save(path)
@@ -272,12 +261,7 @@ class MlxHeadTrainer(HeadGuesser):
 
 
 class HeadStudent:
-    """Implements `Student` for one kind of head.
-
-    Args:
-        teacher: The target that the heads draft for.
-        kind: Class that implements this kind of head.
-    """
+    """Implements `Student` for one kind of head."""
 
     def __init__(self, teacher: TeacherModel, kind: type[TrainableHead]) -> None:
         self._teacher, self._kind = teacher, kind
@@ -287,35 +271,22 @@ class HeadStudent:
         mx.random.seed(0)
         return MlxHeadTrainer(self._teacher, self._kind.create(self._teacher, examples, counts))
 
-    def published(self, folder: Path) -> HeadGuesser | None:
-        return _load_published_head(self._teacher, self._kind, folder)
-
     def untrained(self) -> None:
         """See `Student`."""
 
-
-def _load_published_head(
-    teacher: TeacherModel, kind: type[TrainableHead], folder: Path
-) -> HeadGuesser | None:
-    if not any((folder / name).exists() for name in (_CONFIG, kind.weights_file)):
-        return None
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        arrays: Any = mx.load(str(folder / kind.weights_file))
-        head = kind.read(teacher, config, arrays)
-        evaluate(*head.weights.values())
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(
-            f"{folder} already contains files, but no usable {kind.title} for {teacher.name}: {error}",
-            "choose another folder for the new draft head",
-            code="output_exists",
-        ) from error
-    return HeadGuesser(teacher, head)
-
-
-def _is_matrix(array: mx.array) -> bool:
-    return array.ndim == 2
-
-
-def _is_vector(array: mx.array) -> bool:
-    return array.ndim == 1
+    def published(self, folder: Path) -> HeadGuesser | None:
+        teacher, kind = self._teacher, self._kind
+        if not any((folder / name).exists() for name in (_CONFIG, kind.weights_file)):
+            return None
+        try:
+            config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            arrays: Any = mx.load(str(folder / kind.weights_file))
+            head = kind.read(teacher, config, arrays)
+            evaluate(*head.weights.values())
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelFileError(
+                f"{folder} already contains files, but no usable {kind.title} for {teacher.name}: {error}",
+                "choose another folder for the new draft head",
+                code="output_exists",
+            ) from error
+        return HeadGuesser(teacher, head)

@@ -1,22 +1,30 @@
-"""Shared code for heads on MLX targets: weight loading, compatibility checks and KV caches."""
+"""Shared code for heads on MLX targets.
+
+Loads and checks the heads' weights, finds the parts of the target that heads share, and runs heads that have
+their own KV caches.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
+from numpy.typing import NDArray
 
-from edgespec.backends.head_view import HeadCells
-from edgespec.backends.mlx.attention_cache import AttentionCache, cache_rows
+from edgespec.backends.head_view import HeadCells, HeadView
+from edgespec.backends.mlx.attention_cache import AttentionCache, PassLayout, cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.layer_caches import deserialize_head, serialize_head
-from edgespec.backends.mlx.pass_layout import PassLayout
-from edgespec.backends.mlx.target_ends import HeadTarget
+from edgespec.backends.mlx.layer_caches import dump_rows, load_rows, read_header
+from edgespec.backends.mlx.layers import Body
+from edgespec.backends.mlx.model import MlxModel
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.heads.tensor_files import StoredTensor
@@ -25,18 +33,22 @@ from edgespec.model.model_facts import ModelFacts
 
 __all__ = [
     "BATCH_TOKENS",
+    "MlxHead",
     "MlxHeadCells",
     "check_memory",
     "check_sizes",
     "checked_folder",
+    "compute_dtype",
     "evaluate_constants",
     "head_facts",
     "head_memory",
     "loaded_bytes",
+    "target_embedding",
+    "target_lm_head",
     "weight_array",
+    "wrong_layers_error",
 ]
 
-# On CPUs, heads run in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 # Maximum number of tokens per pass. Bounds how long an interrupt waits, because a pass cannot be interrupted.
 BATCH_TOKENS = 64
@@ -69,12 +81,22 @@ def checked_folder(path: Path) -> Path:
     return path
 
 
-def loaded_bytes(tensor: StoredTensor) -> int:
-    """Return the size in bytes of a weight after loading."""
-    if not tensor.is_floating:
-        return tensor.size_bytes
-    elements = math.prod(tensor.shape)
-    return elements * (4 if runs_on_cpu() or tensor.dtype not in _DTYPES else 2)
+def compute_dtype(stored: str) -> mx.Dtype:
+    """Return the data type of a loaded floating-point weight, given its type in the file, such as `BF16`.
+
+    On CPUs, heads run in float32, like their targets. See `WeightSizes.widens`.
+    """
+    return mx.float32 if runs_on_cpu() else _DTYPES.get(stored, mx.float32)
+
+
+def loaded_bytes(tensors: Iterable[StoredTensor]) -> int:
+    """Return the size in bytes of weights after loading."""
+    return sum(
+        math.prod(tensor.shape) * compute_dtype(tensor.dtype).size
+        if tensor.is_floating
+        else tensor.size_bytes
+        for tensor in tensors
+    )
 
 
 def weight_array(tensor: StoredTensor) -> mx.array:
@@ -83,10 +105,9 @@ def weight_array(tensor: StoredTensor) -> mx.array:
     The array must be evaluated here, because MLX can evaluate an array only in the thread that created it,
     and another thread may run the head.
     """
-    dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
     with translate_errors("the draft head could not be loaded"):
         array = mx.array(tensor.read())
-        array = array.astype(dtype) if tensor.is_floating else array
+        array = array.astype(compute_dtype(tensor.dtype)) if tensor.is_floating else array
     evaluate(array)
     return array
 
@@ -97,14 +118,14 @@ def evaluate_constants(ropes: Iterable[Any]) -> None:
     evaluate(mx.random.state)  # type: ignore[arg-type]
 
 
-def check_memory(target: HeadTarget, name: str, weight_bytes: int) -> None:
+def check_memory(target: MlxModel, name: str, weight_bytes: int) -> None:
     """Raise MemoryBudgetError if a head's weights do not fit in memory."""
     if target.memory_bytes is not None:
         left = target.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         check_weights_fit(name, weight_bytes, LoadOptions(memory_bytes=max(0, left)))
 
 
-def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: int) -> None:
+def check_sizes(target: MlxModel, folder: Path, state_size: int, vocab_size: int) -> None:
     """Raise CapabilityError if a head's hidden size or vocabulary size differs from its target's."""
     for what, own, needed in (
         ("hidden states", target.state_size, state_size),
@@ -120,7 +141,7 @@ def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: i
 
 
 def head_facts(
-    target: HeadTarget,
+    target: MlxModel,
     name: str,
     folder: Path,
     architecture: str,
@@ -131,15 +152,7 @@ def head_facts(
 ) -> ModelFacts:
     """Return a head's `ModelFacts`, with its target's capabilities.
 
-    Args:
-        target: The target that the head drafts for.
-        name: The head's name.
-        folder: The head's folder.
-        architecture: The head's architecture, such as `eagle3`.
-        description: User-facing description of the head.
-        weights: The head's weights.
-        kv_bytes_per_token: Size in bytes of one token's keys and values.
-        context_tokens: Context length that the head was trained for. 0 if unknown.
+    The head was trained for a context of `context_tokens`, or 0 if that is unknown.
     """
     return replace(
         target.facts,
@@ -157,6 +170,59 @@ def head_facts(
         notice="",
         rollback="in place",
     )
+
+
+def wrong_layers_error(target: MlxModel, folder: Path, layers: Sequence[int]) -> CapabilityError:
+    """Return the error for a head that reads layers which the target does not have."""
+    return CapabilityError(
+        f"the draft head {folder} was made for another model: it reads the layers {list(layers)}, but"
+        f" {target.facts.name} has {target.layer_count} layers",
+        "choose the head that was published for this model",
+        code="head_mismatch",
+    )
+
+
+def target_embedding(net: Any, vocab_size: int, size: int) -> Callable[[mx.array], mx.array]:
+    """Return a target's token embedding, which maps token ids [tokens] to embeddings [tokens, size].
+
+    Raises:
+        CapabilityError: The target has no embedding of the expected vocabulary and hidden size.
+    """
+    for _, module in net.named_modules():
+        if _embedding_shape(module) == (vocab_size, size):
+            embedding: Callable[[mx.array], mx.array] = module
+            return embedding
+    raise CapabilityError(
+        f"the draft head was made for another model: it needs an embedding with {vocab_size:,} tokens"
+        f" of size {size:,}",
+        "choose the head that was published for this model",
+        code="head_mismatch",
+    )
+
+
+def _embedding_shape(module: Any) -> tuple[int, ...] | None:
+    """Return an embedding's vocabulary size and hidden size, or None for other modules."""
+    if isinstance(module, QuantizedEmbedding):
+        return module.num_embeddings, module.dims
+    return module.weight.shape if isinstance(module, Embedding) else None
+
+
+def target_lm_head(net: Any) -> Callable[[mx.array], mx.array]:
+    """Return a target's LM head, including any logit scaling or softcapping.
+
+    The LM head maps hidden states [tokens, size] after the final norm to logits [tokens, vocab].
+
+    Raises:
+        CapabilityError: The LM head is not separate from the target's layers.
+    """
+    body = Body(net)
+
+    def lm_head(states: mx.array) -> mx.array:
+        with body.returning(states[None]):
+            logits: mx.array = net(mx.zeros((1, states.shape[0]), mx.int32))[0]
+        return logits
+
+    return lm_head
 
 
 class MlxHeadCells(HeadCells):
@@ -199,7 +265,73 @@ class MlxHeadCells(HeadCells):
         return [array for cache in self._flat for array in cache.state]
 
     def export(self, start: int, end: int) -> bytes:
-        return serialize_head(self._flat, self.start, start, end) if start < end else b""
+        if start == end:
+            return b""
+        return dump_rows(self._flat, {"origin": self.start}, start - self.start, end - self.start)
 
     def append_exported(self, start: int, end: int, data: bytes) -> bool:
-        return start == end or deserialize_head(self._flat, self.start, start, data)
+        if start == end:
+            return True
+        try:
+            header, rows = read_header(data)
+            # Keys are rotated relative to the position of the first row.
+            if header["origin"] != self.start:
+                return False
+            load_rows(self._flat, header, rows, start - self.start)
+            mx.eval(*self.arrays)
+        except (ValueError, KeyError, TypeError, IndexError):
+            return False
+        return True
+
+
+class MlxHead(HeadView[MlxModel]):
+    """Base class for heads with their own KV caches.
+
+    Args:
+        target: The target that the head drafts for.
+        states: The target's hidden states that the head reads. Passed to `log_hidden_states`.
+        cells: The head's KV caches.
+        embed: Returns the embeddings of token ids.
+        lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
+        target_ids: The target's token id for each token of the draft vocabulary, or None if the vocabularies
+            are the same.
+        facts: The head's name, sizes and capabilities.
+    """
+
+    _cells: MlxHeadCells
+
+    def __init__(
+        self,
+        target: MlxModel,
+        states: Sequence[int],
+        cells: MlxHeadCells,
+        embed: Callable[[mx.array], mx.array],
+        lm_head: Callable[[mx.array], mx.array],
+        target_ids: NDArray[np.int64] | None,
+        facts: ModelFacts,
+    ) -> None:
+        self._embed, self._lm_head, self.facts = embed, lm_head, facts
+        self._columns: mx.array | None = None
+        if target_ids is not None:
+            # Each target token's column in the head's logits. Tokens that the head cannot draft share an
+            # extra column of -inf.
+            columns = np.full(target.facts.vocab_size, len(target_ids))
+            columns[target_ids] = np.arange(len(target_ids))
+            self._columns = mx.array(columns)
+            mx.eval(self._columns)
+        # Open the log last, because nothing would close it if a later line failed.
+        super().__init__(target, target.log_hidden_states(states), cells=cells)
+        self._keep(0)
+
+    def _in_target_vocabulary(self, rows: mx.array) -> mx.array:
+        """Map logits to the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
+        if self._columns is None:
+            return rows
+        rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)
+        return mx.take(rows, self._columns, axis=1)
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._keep(self.length)
+            del self._cells.caches, self._embed, self._lm_head, self._columns

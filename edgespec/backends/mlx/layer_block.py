@@ -1,38 +1,118 @@
-"""A block of consecutive layers that a worker runs. All other layers are on other machines."""
+"""Split a model's layers across machines, and run a block of them on a worker.
+
+Every machine builds the whole model and replaces the layers that it does not hold with stand-ins, so that
+mlx-lm's own code computes the masks and positions on every machine.
+
+To load and run a block, the target sends these messages to the worker, in this order:
+
+1. The model's JSON files and the headers of its weight files. The worker builds the same model, and reports
+   whether it has a weight cache. If every layer is split across the workers, they form a ring, and each
+   worker also reports the address where it will listen for its predecessor.
+2. In a ring, the addresses of all workers. The worker answers once it has joined the ring.
+3. A message for each weight in the block. If the worker has a cache, the target sends the digest of a large
+   weight first, and the worker reports whether it has that weight. It also confirms each weight that it
+   stores.
+4. A message without an array. The worker answers once it is ready.
+5. The block's input for each pass, with the number of cached tokens before it. The worker first drops all
+   cached tokens after that number, so a rollback needs no message of its own. It answers with the block's
+   output. In a ring, all workers compute the same output, so only the first one sends it.
+
+If a worker cannot handle a message, it answers with an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_unflatten
 
+from edgespec.backends.mlx.attention_cache import AttentionCache, PassLayout
 from edgespec.backends.mlx.evaluation import evaluate, freed_buffers_bytes, translate_errors
 from edgespec.backends.mlx.layer_caches import LayerCaches
-from edgespec.backends.mlx.layer_messages import JSON_FILES
-from edgespec.backends.mlx.layers import AbsentLayer, FirstLayer, LastLayer, LayerList, check_separable
+from edgespec.backends.mlx.layers import LayerList, LayerProxy, WatchedLayer
 from edgespec.backends.mlx.model_skeleton import ModelSkeleton, named_arrays, read_skeleton
-from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.cluster.layer_child import temporary_folder
-from edgespec.errors import MemoryBudgetError, WorkerError
+from edgespec.errors import CapabilityError, MemoryBudgetError, WorkerError
 from edgespec.model.base import LoadOptions
 from edgespec.system.files import error_reason, format_bytes, write_advice
 
-__all__ = ["LayerBlock", "build_skeleton"]
+__all__ = [
+    "HALF_TYPES",
+    "JSON_FILES",
+    "MAX_FILES_BYTES",
+    "MAX_STATES_BYTES",
+    "PROTOCOL",
+    "AbsentLayer",
+    "LastAbsentLayer",
+    "LayerBlock",
+    "RunBlock",
+    "build_skeleton",
+    "check_separable",
+]
 
-_HALF_TYPES = (mx.float16, mx.bfloat16)
+# Version of the protocol. Increase it whenever the messages change.
+PROTOCOL = 2
+# The JSON files from which mlx-lm builds a model.
+JSON_FILES = ("config.json", "hf_quant_config.json")
+# Maximum size in bytes of a message with files, and of a message with hidden states. The headers of a model
+# with many experts take several MB. Hidden states for 512 tokens take 32 MiB at 16384 float32 values each.
+MAX_FILES_BYTES, MAX_STATES_BYTES = 1 << 27, 1 << 28
+# Data types of weights that can be widened to float32.
+HALF_TYPES = (mx.float16, mx.bfloat16)
+# Runs a block of layers on another machine. Takes the hidden states [1, tokens, ...], the number of cached
+# tokens and `PassLayout.round_start`, and returns the block's output.
+RunBlock = Callable[[mx.array, int, int], mx.array]
+
+_TRACED_TOKENS = 3
+
+
+class AbsentLayer(LayerProxy):
+    """Replacement for a layer on another machine. Returns its input, and advances the layer's cache."""
+
+    def __call__(self, states: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        _cache_among(args, kwargs).skip(states.shape[1])
+        return states
+
+
+class LastAbsentLayer(LayerProxy):
+    """Replacement for the last layer of a block on another machine. Runs the block there."""
+
+    def __init__(self, layer: Any, run_block: RunBlock) -> None:
+        super().__init__(layer)
+        self._run_block = run_block
+
+    def __call__(self, states: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        cache = _cache_among(args, kwargs)
+        offset, layout = cache.offset, cache.layout
+        if layout.offsets is not None:
+            raise CapabilityError(
+                "a model on workers cannot verify drafts with branches", code="workers_not_supported"
+            )
+        cache.skip(states.shape[1])
+        return self._run_block(states, offset, layout.round_start)
+
+
+def _cache_among(args: Iterable[Any], kwargs: dict[str, Any]) -> AttentionCache:
+    return next(each for each in (*args, *kwargs.values()) if isinstance(each, AttentionCache))
+
+
+class _FirstLayer(LayerProxy):
+    """The first layer of a block. Its input is replaced by `states` from another machine."""
+
+    states: mx.array
+
+    def __call__(self, _states: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return self._layer(self.states, *args, **kwargs)
 
 
 class LayerBlock:
-    """A block of layers and its caches. Call `load` for each weight, then `finish`, then `run` for each pass.
+    """The layers [first, end) of a model from `build_skeleton`, and their caches.
 
-    Args:
-        model: The model, from `build_skeleton`.
-        first: Index of the block's first layer.
-        end: Index after the block's last layer.
-        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
-        memory_bytes: Maximum size of the weights in bytes.
+    Call `load` for each weight, then `finish`, then `run` for each pass. The weights take up at most
+    `memory_bytes`.
 
     Raises:
         CapabilityError: The layers cannot be split across machines.
@@ -52,11 +132,15 @@ class LayerBlock:
         # Weights that have not been loaded yet, keyed by name.
         self._waiting = dict(named_arrays({name: layer.parameters() for name, layer in self._layers.items()}))
         self._left_bytes = memory_bytes
+        self._output = mx.zeros(0)
         own = [*layers.layers[first:end]]
-        own[0] = self._first = FirstLayer(own[0])
-        own[-1] = self._last = LastLayer(own[-1])
+        own[0] = self._first = _FirstLayer(own[0])
+        own[-1] = WatchedLayer(own[-1], self._keep_output)
         before, after = layers.layers[:first], layers.layers[end:]
         layers.replace([*map(AbsentLayer, before), *own, *map(AbsentLayer, after)])
+
+    def _keep_output(self, output: mx.array, *_args: Any, **_kwargs: Any) -> None:
+        self._output = output
 
     def load(self, name: str, weight: mx.array) -> None:
         """Set one of the block's weights.
@@ -70,13 +154,11 @@ class LayerBlock:
             ValueError: The block has no such weight.
             MemoryBudgetError: The weights exceed `memory_bytes`.
         """
-        from mlx.utils import tree_unflatten
-
         expected = self._waiting.pop(name, None)
         if expected is None or expected.shape != weight.shape:
             raise ValueError(f"the block has no weight {name} of shape {weight.shape}")
         if weight.dtype != expected.dtype and (
-            weight.dtype != mx.float32 or expected.dtype not in _HALF_TYPES
+            weight.dtype != mx.float32 or expected.dtype not in HALF_TYPES
         ):
             raise ValueError(f"the weight {name} has type {weight.dtype} instead of {expected.dtype}")
         self._left_bytes -= weight.nbytes
@@ -125,16 +207,12 @@ class LayerBlock:
             # matter.
             self._model(mx.zeros((1, count), mx.int32), cache=caches.layers)
         caches.length += count
-        evaluate(self._last.output, *caches.arrays)
-        return self._last.output
+        evaluate(self._output, *caches.arrays)
+        return self._output
 
 
 def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> ModelSkeleton:
-    """Build a model from its JSON files and weight file headers, without the weight data.
-
-    Args:
-        json_files: The model's JSON files, by name.
-        headers: The headers of the model's weight files, with the size of each file.
+    """Build a model from its JSON files by name, and the headers and sizes of its weight files.
 
     Raises:
         ModelFileError: The model cannot be built.
@@ -159,3 +237,47 @@ def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes,
                 code="file_not_written",
             ) from error
         return read_skeleton(name, "the model", LoadOptions())
+
+
+def check_separable(model: Any, name: str) -> None:
+    """Check that a model's layers can be split across machines.
+
+    Each layer may read only the previous layer's output, its own KV cache and the attention mask. The check
+    builds the graph of a pass without evaluating it.
+
+    Raises:
+        CapabilityError: The layers exchange other data, or have other kinds of caches.
+    """
+    layers, caches = LayerList(model), LayerCaches(model, PassLayout())
+    calls: list[tuple[Any, Any, list[Any]]] = []
+
+    def trace(result: Any, states: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append((states, result, [*args, *kwargs.values()]))
+
+    with layers.replaced([WatchedLayer(layer, trace) for layer in layers.layers]):
+        model(mx.zeros((1, _TRACED_TOKENS), mx.int32), cache=caches.layers)
+    problem = ""
+    if not all(isinstance(cache, AttentionCache) for cache in caches.layers):
+        problem = "some of its layers have no KV cache, or an unsupported kind of cache"
+    elif len(calls) != len(layers.layers) or len(caches.layers) != len(layers.layers):
+        problem = "it does not run each of its layers exactly once"
+    else:
+        before = calls[0][0]
+        for (states, result, others), cache in zip(calls, caches.layers, strict=True):
+            is_chained = isinstance(result, mx.array) and states is before and result.shape == states.shape
+            if not is_chained or not all(each is cache or _is_mask(each) for each in others):
+                problem = "its layers pass more than their outputs to each other"
+            before = result
+    if problem:
+        raise CapabilityError(
+            f"{name} cannot run on workers with MLX, because {problem}",
+            "use a GGUF version of the model, or omit --workers",
+            code="workers_not_supported",
+        )
+
+
+def _is_mask(value: Any) -> bool:
+    """Return whether a layer's argument is a mask or a constant, rather than another layer's data."""
+    if isinstance(value, mx.array):
+        return bool(value.dtype == mx.bool_)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 
-from edgespec.backends.mlx.attention_cache import AttentionCache, QuantizedAttentionCache, cache_rows
-from edgespec.backends.mlx.pass_layout import PassLayout
+from edgespec.backends.mlx.attention_cache import (
+    AttentionCache,
+    PassLayout,
+    QuantizedAttentionCache,
+    cache_rows,
+)
+from edgespec.backends.mlx.evaluation import array_bytes, array_header, array_size, read_array
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.errors import BackendError
 from edgespec.model.base import Snapshot
@@ -23,17 +27,11 @@ __all__ = [
     "CacheCheckpoint",
     "LayerCaches",
     "deserialize_caches",
-    "deserialize_head",
+    "dump_rows",
+    "load_rows",
+    "read_header",
     "serialize_caches",
-    "serialize_head",
 ]
-
-# NumPy has no bfloat16, so bfloat16 arrays are stored as 16-bit integers with the same bits.
-_STORED_AS = {mx.bfloat16: mx.uint16}
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint16, mx.uint8, mx.int32, mx.int64)
-}
 
 
 class CacheCheckpoint(NamedTuple):
@@ -144,17 +142,14 @@ class LayerCaches:
         return not self.unsupported and all(cache.can_rewind(length) for cache in self.attention)
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether `rewind(length)` is possible. Recurrent states require a checkpoint instead."""
+        """Return whether `set_offset(length)` rolls back. Recurrent states require a checkpoint instead."""
         return not self.recurrent and self.can_restore(length)
 
-    def rewind(self, length: int) -> None:
-        """Drop the KV cache rows from position `length` onwards, without changing recurrent states."""
-        for cache in self.attention:
-            cache.rewind(length)
-        self.length = length
-
     def set_offset(self, length: int) -> None:
-        """Set the next token's position in every KV cache to `length`, without changing any rows."""
+        """Set the next token's position in every KV cache to `length`.
+
+        This drops the rows from position `length` onwards, but does not change recurrent states.
+        """
         for cache in self.attention:
             cache.offset = length
         self.length = length
@@ -197,35 +192,8 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
             "process the prompt again",
             code="state_not_restored",
         )
-    blobs: list[bytes] = []
-    parts = _attention_parts(caches.attention, start, end, blobs)
-    parts += [
-        {"arrays": [_array_header(array, blobs) for array in cache.cache]} for cache in caches.recurrent
-    ]
-    return _encoded({"model": fingerprint, "start": start, "length": end, "parts": parts}, blobs)
-
-
-def _attention_parts(
-    caches: Sequence[AttentionCache], start: int, end: int, blobs: list[bytes]
-) -> list[dict[str, Any]]:
-    """Describe rows [start, end) of each cache, and append their data to `blobs`."""
-    parts: list[dict[str, Any]] = []
-    for cache in caches:
-        numbers, arrays = cache.dump(start, end)
-        parts.append({"numbers": numbers, "arrays": [_array_header(array, blobs) for array in arrays]})
-    return parts
-
-
-def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
-    """Return the type and shape of an array for the JSON header, and append its data to `blobs`."""
-    if array is None:
-        return None
-    blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())
-    return {"dtype": str(array.dtype), "shape": list(array.shape)}
-
-
-def _encoded(header: dict[str, Any], blobs: Sequence[bytes]) -> bytes:
-    return b"\n".join([json.dumps(header).encode(), b"".join(blobs)])
+    header = {"model": fingerprint, "start": start, "length": end}
+    return dump_rows([*caches.attention, *caches.recurrent], header, start, end)
 
 
 def deserialize_caches(
@@ -242,7 +210,7 @@ def deserialize_caches(
     """
     start = snapshot.start
     try:
-        header, rest = _decoded(snapshot.data)
+        header, rows = read_header(snapshot.data)
         if header["model"] != fingerprint:
             raise ValueError("the KV cache snapshot was saved by another model")
         if header["start"] != start or caches.length != start:
@@ -255,7 +223,7 @@ def deserialize_caches(
                 f"the KV cache snapshot has {header['length']} tokens, but the context is limited to"
                 f" {context_tokens}"
             )
-        _load_parts([*caches.attention, *caches.recurrent], header["parts"], rest, start)
+        load_rows([*caches.attention, *caches.recurrent], header, rows, start)
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -267,66 +235,48 @@ def deserialize_caches(
         ) from error
 
 
-def serialize_head(caches: Sequence[AttentionCache], origin: int, start: int, end: int) -> bytes:
-    """Serialise the rows of a head's caches at positions [start, end).
+def dump_rows(caches: Sequence[Any], header: dict[str, Any], start: int, end: int) -> bytes:
+    """Serialise a header, the rows [start, end) of attention caches, and the states of recurrent caches."""
+    parts: list[dict[str, Any]] = []
+    blobs: list[memoryview] = []
+    for cache in caches:
+        part: dict[str, Any] = {}
+        arrays: Sequence[mx.array | None]
+        if isinstance(cache, AttentionCache):
+            part["numbers"], arrays = cache.dump(start, end)
+        else:
+            arrays = cache.cache
+        part["arrays"] = [None if array is None else array_header(array) for array in arrays]
+        parts.append(part)
+        blobs += [array_bytes(array) for array in arrays if array is not None]
+    return b"\n".join([json.dumps({**header, "parts": parts}).encode(), b"".join(blobs)])
 
-    Args:
-        caches: The head's caches.
-        origin: Position of the first row in the caches. Keys are rotated relative to this position.
-        start: The first position to serialise.
-        end: The position after the last one to serialise.
+
+def read_header(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the header and the rows that `dump_rows` serialised. Raises ValueError if it is damaged."""
+    line, _, rows = data.partition(b"\n")
+    return json.loads(line), rows
+
+
+def load_rows(caches: Sequence[Any], header: dict[str, Any], rows: bytes, start: int) -> None:
+    """Append rows from `read_header` to the attention caches, and replace the recurrent caches' states.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError: The rows are damaged.
     """
-    blobs: list[bytes] = []
-    parts = _attention_parts(caches, start - origin, end - origin, blobs)
-    return _encoded({"origin": origin, "parts": parts}, blobs)
-
-
-def deserialize_head(caches: Sequence[AttentionCache], origin: int, start: int, data: bytes) -> bool:
-    """Append rows from `serialize_head` to caches that hold all positions before `start`.
-
-    Returns:
-        False if `data` is damaged, or was saved by a different head or with a different `origin`. The
-        contents of the caches are then undefined.
-    """
-    try:
-        header, rest = _decoded(data)
-        if header["origin"] != origin:
-            return False
-        _load_parts(caches, header["parts"], rest, start - origin)
-        mx.eval(*(array for cache in caches for array in cache.state))
-    except (ValueError, KeyError, TypeError, IndexError):
-        return False
-    return True
-
-
-def _decoded(data: bytes) -> tuple[dict[str, Any], bytes]:
-    line, _, rest = data.partition(b"\n")
-    return json.loads(line), rest
-
-
-def _load_parts(caches: Sequence[Any], parts: Sequence[dict[str, Any]], data: bytes, start: int) -> None:
-    """Append the rows in `data` to the attention caches, and replace the recurrent caches' states."""
     offset = 0
-    for cache, part in zip(caches, parts, strict=True):
-        arrays = []
-        for array_header in part["arrays"]:
-            array, size = _read_array(array_header, data, offset)
-            arrays.append(array)
+    for cache, part in zip(caches, header["parts"], strict=True):
+        arrays: list[Any] = []
+        for described in part["arrays"]:
+            if described is None:
+                arrays.append(None)
+                continue
+            size = array_size(described)
+            arrays.append(read_array(described, rows[offset : offset + size]))
             offset += size
         if "numbers" in part:
             cache.load(part["numbers"], arrays, start)
         else:
             cache.cache = arrays
-    if offset != len(data):
-        raise ValueError(f"the KV cache snapshot has {len(data)} bytes of data instead of {offset}")
-
-
-def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    """Return the array at byte `offset` of `data`, and its size in bytes."""
-    if header is None:
-        return None, 0
-    dtype = _DTYPES[header["dtype"]]
-    kind = np.dtype(str(_STORED_AS.get(dtype, dtype)).removeprefix("mlx.core."))
-    count = int(np.prod(header["shape"]))
-    values = np.frombuffer(data, kind, count, offset).reshape(header["shape"])
-    return mx.array(values).view(dtype), values.nbytes
+    if offset != len(rows):
+        raise ValueError(f"the KV cache snapshot has {len(rows)} bytes of data instead of {offset}")

@@ -79,7 +79,10 @@ class _LayerServer:
         self._messages.send({"error": error.what, "next_step": error.next_step, "code": error.code})
 
     def _load(self) -> LayerBlock:
-        from edgespec.backends.mlx.layer_messages import MAX_FILES_BYTES, PROTOCOL, read_array
+        # Import mlx-lm here rather than at startup, because the import takes seconds, and `beat` can send
+        # keepalives to the target meanwhile.
+        from edgespec.backends.mlx.evaluation import read_array
+        from edgespec.backends.mlx.layer_block import MAX_FILES_BYTES, PROTOCOL, LayerBlock, build_skeleton
 
         header, data = self._messages.receive(MAX_FILES_BYTES)
         if header["protocol"] != PROTOCOL:
@@ -92,10 +95,6 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Import mlx-lm here rather than at startup, because the import takes seconds, and `beat` can send
-        # keepalives to the target meanwhile.
-        from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
-
         skeleton = build_skeleton(header["json_files"], headers)
         answer: dict[str, Any] = {"has_cache": self._cache is not None}
         if header["ring_index"] is None:
@@ -146,14 +145,14 @@ class _LayerServer:
         return weight
 
     def _run(self, block: LayerBlock) -> None:
-        from edgespec.backends.mlx.layer_messages import (
-            MAX_STATES_BYTES,
-            array_bytes,
-            array_header,
-            read_array,
-        )
+        from edgespec.backends.mlx.evaluation import array_bytes, array_header, read_array
+        from edgespec.backends.mlx.layer_block import MAX_STATES_BYTES
 
-        header, data = self._receive_pass(MAX_STATES_BYTES)
+        self._works.clear()
+        try:
+            header, data = self._messages.receive(MAX_STATES_BYTES)
+        finally:
+            self._works.set()
         try:
             output = block.run(read_array(header, data), header["offset"], header["round_start"])
         except BackendError as error:
@@ -166,10 +165,3 @@ class _LayerServer:
                 self._messages.send(array_header(output), array_bytes(output))
             else:
                 self._messages.send({})
-
-    def _receive_pass(self, max_bytes: int) -> tuple[dict[str, Any], bytearray]:
-        self._works.clear()
-        try:
-            return self._messages.receive(max_bytes)
-        finally:
-            self._works.set()

@@ -181,14 +181,8 @@ def _drawn(
     """Sample `count` tokens for each row, best first, with the Gumbel-max trick.
 
     Filters the tokens as `engine.processors` does, but in single precision, and then chooses those with the
-    largest sum of log-probability and Gumbel noise.
-
-    Args:
-        rows: Logits, float32 [rows, vocab].
-        peaks: Largest logit of each row, [rows].
-        keys: Noise generator key of each row, uint64 [rows].
-        count: Number of tokens per row.
-        chain: Filter settings.
+    largest sum of log-probability and Gumbel noise. `peaks` are the largest logits of the rows, and `keys`
+    their keys for the noise generator, uint64 [rows].
 
     Returns:
         The tokens [rows, count], and how many of them in each row pass the filters (None if all do).

@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx import optimizers
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
+from edgespec.backends.mlx.attention_cache import PassLayout
 from edgespec.backends.mlx.evaluation import evaluate, release_thread_state, translate_errors
-from edgespec.backends.mlx.pass_layout import PassLayout
-from edgespec.errors import BackendError, CapabilityError
+from edgespec.backends.mlx.gradient_descent import Arrays, loss_and_gradients
+from edgespec.backends.mlx.model_skeleton import named_arrays
+from edgespec.errors import CapabilityError
 from edgespec.model.drafter_training import TrainingExample
 
 __all__ = ["AdaptedLayer", "MlxTrainer", "adapted_layers"]
@@ -31,8 +32,6 @@ RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-
-_Weights: TypeAlias = dict[str, mx.array]
 
 
 class AdaptedLayer(NamedTuple):
@@ -56,12 +55,7 @@ class MlxTrainer:
     ) -> None:
         """Create a trainer with a new adapter that does not change the model's output until it is trained.
 
-        Args:
-            net: The mlx `nn.Module` of the model.
-            layout: Positions and attention masks of the model's passes.
-            model_name: Model name for error messages.
-            identity: Fingerprint of the model, including its weights.
-            end_round: Discards uncommitted draft tokens. Called before the weights change.
+        `layout` is the model's, and `end_round` discards its uncommitted tokens before the weights change.
         """
         self.identity = identity
         self.adapted = False
@@ -110,7 +104,7 @@ class MlxTrainer:
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )
 
-        def loss(weights: _Weights) -> mx.array:
+        def loss(weights: Arrays) -> mx.array:
             """Return the KL divergence from the reference distribution, up to a constant.
 
             For tokens that the target corrected, the reference is the target's distribution. For all others,
@@ -132,14 +126,7 @@ class MlxTrainer:
                 evaluate(reference)
             with self._running(adapted=True):
                 try:
-                    value, gradients = mx.value_and_grad(loss)(weights)
-                    gradients, norm = optimizers.clip_grad_norm(gradients, _MAX_GRADIENT_NORM)
-                    evaluate(value, norm)
-                    if not mx.isfinite(value + norm).item():
-                        raise BackendError(
-                            f"training {self._model_name} failed, because its loss is no longer finite",
-                            code="training_diverged",
-                        )
+                    value, gradients = loss_and_gradients(loss, weights, _MAX_GRADIENT_NORM, self._model_name)
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
                     evaluate(*updated.values(), *self._optimiser_state())
                 except BaseException:
@@ -172,21 +159,20 @@ class MlxTrainer:
     def release_thread_state(self) -> None:
         release_thread_state()
 
-    def _weights(self) -> _Weights:
-        weights: _Weights = {}
+    def _weights(self) -> Arrays:
+        weights: Arrays = {}
         for layer in self._layers:
             weights[f"{layer.name} a"] = layer.adapted.lora_a
             weights[f"{layer.name} b"] = layer.adapted.lora_b
         return weights
 
-    def _set_weights(self, weights: _Weights) -> None:
+    def _set_weights(self, weights: Arrays) -> None:
         for layer in self._layers:
             layer.adapted.lora_a = weights[f"{layer.name} a"]
             layer.adapted.lora_b = weights[f"{layer.name} b"]
 
     def _optimiser_state(self) -> list[mx.array]:
-        leaves: Any = tree_flatten(self._optimiser.state)
-        return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+        return [array for _, array in named_arrays(self._optimiser.state)]
 
 
 def adapted_layers(net: Any) -> Iterator[AdaptedLayer]:

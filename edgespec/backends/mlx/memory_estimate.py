@@ -1,28 +1,33 @@
 """Estimate the memory use of MLX models from their configuration and weight file headers.
 
 MLX evaluates arrays lazily, so we build the model and the graph of a one-token pass, and read the shapes of
-the arrays without evaluating them.
+the arrays without evaluating them. The same sizes decide which layers run on which worker.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgespec.backends.mlx.attention_cache import cache_rows
 from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu, use_in_this_process
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state, reuse_stream
-from edgespec.backends.mlx.layer_placement import LayerPlacement, place_layers, place_parts, read_layer_sizes
-from edgespec.backends.mlx.model_skeleton import (
-    ModelSkeleton,
-    WeightSizes,
-    parameter_bytes,
-    read_skeleton,
-    trace_one_token,
+from edgespec.backends.mlx.layer_block import check_separable
+from edgespec.backends.mlx.layers import LayerList
+from edgespec.backends.mlx.model_skeleton import WeightSizes, parameter_bytes, read_skeleton, trace_one_token
+from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
+from edgespec.backends.mlx.weight_loading import (
+    KV_BITS,
+    MAX_WIDTH,
+    LayerPlacement,
+    check_options,
+    prefill_batch_tokens,
 )
-from edgespec.backends.mlx.weight_loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import language_config
@@ -34,6 +39,7 @@ from edgespec.model.memory_estimate import (
     requested_context,
 )
 from edgespec.model.model_facts import Adapter
+from edgespec.system.files import format_bytes
 
 __all__ = ["MlxMemoryEstimator"]
 
@@ -45,17 +51,23 @@ _ALLOCATED_AHEAD = 2
 # Measured number of copies of a recurrent layer's state that mlx-lm holds while it computes the layer token
 # by token.
 _LOOPED_COPIES = 3
-_KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
-_CacheSizes = Callable[[int], "_CacheBytes"]
+# For each attention layer, the bytes per token of its KV cache, and its sliding window in tokens or None.
+_LayerCaches = Sequence[tuple[int, int | None]]
 
 
-class _CacheBytes(NamedTuple):
-    """Cache sizes in bytes: all layers, the largest layer, and one copy of the recurrent states."""
+class _CacheSizes(NamedTuple):
+    """Sizes of a model's caches.
 
-    total: int
-    largest_layer: int
-    states: int
+    Attributes:
+        total_bytes: Maps a context length in tokens to the size of all caches in bytes.
+        layers: The KV cache of each attention layer.
+        state_bytes: Size in bytes of one copy of the recurrent states.
+    """
+
+    total_bytes: Callable[[int], int]
+    layers: _LayerCaches
+    state_bytes: int
 
 
 class _ModelShape(NamedTuple):
@@ -67,8 +79,7 @@ class _ModelShape(NamedTuple):
         intermediate_size: Inner size of the feed-forward network.
         scans: A function per recurrent layer that maps a token count to the layer's memory use in array
             elements.
-        caches: Functions that return cache sizes for a context length, keyed by bits per element and whether
-            the weights are widened.
+        caches: Cache sizes, keyed by bits per element and whether the weights are widened.
     """
 
     sizes: WeightSizes
@@ -79,6 +90,13 @@ class _ModelShape(NamedTuple):
     attention_heads: int
     scans: list[Callable[[int], int]]
     caches: dict[tuple[int | None, bool], _CacheSizes]
+
+
+class _LayerSizes(NamedTuple):
+    """The size in bytes of each layer's weights, and the layers' KV caches."""
+
+    weight_bytes: Sequence[int]
+    caches: _LayerCaches
 
 
 class MlxMemoryEstimator:
@@ -121,45 +139,39 @@ class MlxMemoryEstimator:
                 option="kv_type",
                 code="option_not_supported",
             )
-        if options.workers is not None:
-            return self._estimate_local(options)
-        cache = shape.caches[bits, widened](tokens)
-        # Add a copy of the largest layer's cache, because caches are copied when they grow.
-        compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
-        compute += cache.largest_layer + cache.states + freed_buffers_bytes()
-        parts = (
-            MemoryPart("weights", shape.weight_bytes[widened]),
-            MemoryPart("cache", cache.total),
-            MemoryPart("compute", compute),
-            MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
-        )
-        return MemoryEstimate(tokens, _kv_name(bits, widened), parts)
-
-    def _estimate_local(self, options: LoadOptions) -> MemoryEstimate:
-        """Estimate the memory that the model needs on this machine when its layers are on workers."""
-        shape, placed = self._shape, self.placement(options)
-        tokens = requested_context(options, self.trained_context_tokens)
-        weight_bytes = shape.weight_bytes[placed.widened] - placed.layer_weight_bytes
-        weight_bytes += placed.local_weight_bytes
-        compute = self._pass_bytes(tokens if placed.local else 0, options, placed.widened)
-        compute += placed.local_cache_bytes // max(1, placed.local) + freed_buffers_bytes()
+        machines: tuple[MachineShare, ...] = ()
+        if options.workers is None:
+            cache = shape.caches[bits, widened]
+            weight_bytes, cache_bytes = shape.weight_bytes[widened], cache.total_bytes(tokens)
+            # Add a copy of the largest layer's cache, because caches are copied when they grow.
+            copied_bytes = max(_cache_bytes(cache.layers, tokens), default=0)
+            compute = self._pass_bytes(tokens if copied_bytes else 0, options, widened)
+            compute += copied_bytes + cache.state_bytes + freed_buffers_bytes()
+        else:
+            placed = self.placement(options)
+            widened, cache_bytes = placed.widened, placed.local_cache_bytes
+            all_bytes = shape.weight_bytes[widened]
+            weight_bytes = all_bytes - placed.layer_weight_bytes + placed.local_weight_bytes
+            compute = self._pass_bytes(tokens if placed.local else 0, options, widened)
+            compute += cache_bytes // max(1, placed.local) + freed_buffers_bytes()
+            here = MachineShare(
+                THIS_MACHINE,
+                placed.local,
+                weight_bytes,
+                cache_bytes,
+                compute,
+                placed.local_weight_bytes / all_bytes,
+                has_output=True,
+            )
+            machines = (here, *placed.workers)
         parts = (
             MemoryPart("weights", weight_bytes),
-            MemoryPart("cache", placed.local_cache_bytes),
+            MemoryPart("cache", cache_bytes),
             MemoryPart("compute", compute),
             MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
         )
-        here = MachineShare(
-            THIS_MACHINE,
-            placed.local,
-            weight_bytes,
-            placed.local_cache_bytes,
-            compute,
-            placed.local_weight_bytes / shape.weight_bytes[placed.widened],
-            has_output=True,
-        )
-        kv_type = _kv_name(KV_BITS[options.kv_type], placed.widened)
-        return MemoryEstimate(tokens, kv_type, parts, (here, *placed.workers))
+        kv_type = options.kv_type if bits else "float32" if widened else "as the weights"
+        return MemoryEstimate(tokens, kv_type, parts, machines)
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
         """Return which layers each machine holds, for load options with workers.
@@ -170,33 +182,106 @@ class MlxMemoryEstimator:
             MemoryBudgetError: The layers do not fit.
             CapabilityError: The layers cannot be split across machines.
         """
-        assert options.workers is not None
-        tokens, bits = requested_context(options, self.trained_context_tokens), KV_BITS[options.kv_type]
-        for widened in (True, False) if runs_on_cpu() else (False,):
-            whole = read_layer_sizes(self._path, self.name, bits, widened, 1, self._stamps)
-            cache_bytes = whole.cache_bytes(tokens)
-            compute = self._pass_bytes(tokens, options, widened) + max(cache_bytes) + freed_buffers_bytes()
-            read_bytes = self._shape.weight_bytes[widened]
+        workers = options.workers
+        assert workers is not None
+        if runs_on_cpu():
             try:
-                if options.split_tensors:
-                    parts = len(options.workers.links)
-                    part = read_layer_sizes(self._path, self.name, bits, widened, parts, self._stamps)
-                    return place_parts(
-                        self.name, part, whole, tokens, options.workers, compute, read_bytes, widened=widened
-                    )
-                return place_layers(
-                    self.name,
-                    whole.weight_bytes,
-                    cache_bytes,
-                    options.workers,
-                    compute,
-                    read_bytes,
-                    widened=widened,
-                )
+                return self._place(options, workers, widened=True)
             except MemoryBudgetError:
-                if not widened:
-                    raise
-        raise AssertionError
+                # The layers may fit if their weights are not widened.
+                pass
+        return self._place(options, workers, widened=False)
+
+    def _place(self, options: LoadOptions, workers: ConnectedWorkers, *, widened: bool) -> LayerPlacement:
+        tokens = requested_context(options, self.trained_context_tokens)
+        sizes_of = partial(_layer_sizes, self._path, self.name, KV_BITS[options.kv_type], widened)
+        whole = sizes_of(1, self._stamps)
+        cache_bytes = _cache_bytes(whole.caches, tokens)
+        # The memory that a pass needs on each worker.
+        compute = self._pass_bytes(tokens, options, widened) + max(cache_bytes) + freed_buffers_bytes()
+        if options.split_tensors:
+            part = sizes_of(len(workers.links), self._stamps)
+            part_cache_bytes = sum(_cache_bytes(part.caches, tokens))
+            whole_bytes = sum(whole.weight_bytes) + sum(cache_bytes) + compute
+            shares = self._place_parts(workers, part, part_cache_bytes, whole_bytes, compute, widened=widened)
+            return LayerPlacement(widened, 0, 0, 0, sum(whole.weight_bytes), shares)
+        return self._place_layers(workers, whole.weight_bytes, cache_bytes, compute, widened=widened)
+
+    def _place_layers(
+        self,
+        workers: ConnectedWorkers,
+        weight_bytes: Sequence[int],
+        cache_bytes: Sequence[int],
+        compute_bytes: int,
+        *,
+        widened: bool,
+    ) -> LayerPlacement:
+        """Divide the layers between this machine and the workers, in proportion to their memory."""
+        layers = [sum(both) for both in zip(weight_bytes, cache_bytes, strict=True)]
+        rooms = [link.memory_bytes - compute_bytes for link in workers.links]
+        counts = split_layers(layers, [workers.local_bytes, *rooms])
+        if counts is None:
+            needed = sum(layers) + compute_bytes * len(rooms)
+            offered = workers.local_bytes + sum(link.memory_bytes for link in workers.links)
+            raise MemoryBudgetError(
+                f"the layers of {self.name} need {format_bytes(needed)}, but the machines in --workers offer"
+                f" only {format_bytes(offered)}",
+                "add workers, raise the memory limits in --workers, or use a smaller --context or"
+                " quantisation",
+            )
+        shares, local = [], counts[0]
+        first = local
+        for link, room, count in zip(workers.links, rooms, counts[1:], strict=True):
+            own = slice(first, first + count)
+            own_bytes = sum(weight_bytes[own])
+            shares.append(
+                MachineShare(
+                    str(link.address),
+                    count,
+                    own_bytes,
+                    sum(cache_bytes[own]),
+                    compute_bytes if count else 0,
+                    own_bytes / self._shape.weight_bytes[widened],
+                    can_hold_all=split_layers(layers, [room]) is not None,
+                )
+            )
+            first += count
+        here = sum(weight_bytes[:local]), sum(cache_bytes[:local])
+        return LayerPlacement(widened, local, *here, sum(weight_bytes), tuple(shares))
+
+    def _place_parts(
+        self,
+        workers: ConnectedWorkers,
+        part: _LayerSizes,
+        cache_bytes: int,
+        whole_bytes: int,
+        compute_bytes: int,
+        *,
+        widened: bool,
+    ) -> tuple[MachineShare, ...]:
+        """Assign a shard of every layer to each worker."""
+        weight_bytes, shares = sum(part.weight_bytes), []
+        for link in workers.links:
+            share = MachineShare(
+                str(link.address),
+                len(part.weight_bytes),
+                weight_bytes,
+                cache_bytes,
+                compute_bytes,
+                weight_bytes / self._shape.weight_bytes[widened],
+                can_hold_all=whole_bytes <= link.memory_bytes,
+                parts=len(workers.links),
+            )
+            if share.total_bytes > link.memory_bytes:
+                raise MemoryBudgetError(
+                    f"the part of {self.name} on the worker {link.address} needs"
+                    f" {format_bytes(share.total_bytes)}, but the worker offers only"
+                    f" {format_bytes(link.memory_bytes)}",
+                    "add workers, request more memory from this one in --workers, use --split-mode layer, or"
+                    " choose a smaller --context",
+                )
+            shares.append(share)
+        return tuple(shares)
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
@@ -215,15 +300,16 @@ class MlxMemoryEstimator:
         release_thread_state()
 
 
-def _kv_name(bits: int | None, widened: bool) -> str:
-    return _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
-
-
 def _file_stamps(folder: Path) -> _FileStamps:
     """Return the name, size and modification time of each model file, to detect changes."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _cache_bytes(layers: _LayerCaches, context_tokens: int) -> list[int]:
+    """Return the size in bytes of each layer's KV cache with a full context."""
+    return [size * cache_rows(window, context_tokens) for size, window in layers]
 
 
 @lru_cache(maxsize=16)
@@ -232,34 +318,78 @@ def _read_shape(
 ) -> _ModelShape:
     """Return a model's properties without loading its weights. The result is cached until a file changes."""
     try:
-        return _shape_of(read_skeleton(path, name, LoadOptions(adapters=adapters, low_bits=low_bits)))
+        skeleton = read_skeleton(path, name, LoadOptions(adapters=adapters, low_bits=low_bits))
+        config = language_config(skeleton.config)
+        hidden, middle, block, heads = (
+            int(config.get(key) or 0)
+            for key in ("hidden_size", "intermediate_size", "block_ff_dim", "num_attention_heads")
+        )
+        model = skeleton.model
+        zero_bytes = skeleton.low_bits.nbytes - skeleton.low_bits.array_bytes if skeleton.low_bits else 0
+        caches: dict[tuple[int | None, bool], _CacheSizes] = {}
+        weight_bytes = []
+        for widened in (False, True):
+            if widened:
+                model.set_dtype(mlx_core().float32)
+            weight_bytes.append(zero_bytes + parameter_bytes(model))
+            for bits in KV_BITS.values():
+                try:
+                    caches[bits, widened] = _cache_sizes(model, bits)
+                except (ValueError, TypeError, AttributeError):
+                    if bits is None:
+                        raise
+        return _ModelShape(
+            skeleton.sizes,
+            weight_bytes,
+            skeleton.vocab_size,
+            hidden,
+            max(middle, block),
+            heads,
+            list(_scans(model)),
+            caches,
+        )
     finally:
         # MLX modules contain reference cycles, so only the garbage collector can free them.
         gc.collect()
 
 
-def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
-    config = language_config(skeleton.config)
-    hidden, middle, block, heads = (
-        int(config.get(key) or 0)
-        for key in ("hidden_size", "intermediate_size", "block_ff_dim", "num_attention_heads")
-    )
-    model, low_bits = skeleton.model, skeleton.low_bits
-    caches: dict[tuple[int | None, bool], _CacheSizes] = {}
-    weight_bytes = []
-    for widened in (False, True):
+def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
+    caches = trace_one_token(model, bits)[1]
+    layers = [(cache.bytes_per_token, cache.window) for cache in caches.attention]
+    state_bytes = sum(array.nbytes for layer in caches.states for array in layer)
+    return _CacheSizes(caches.bytes_by_context(), layers, state_bytes)
+
+
+@lru_cache(maxsize=16)
+def _layer_sizes(
+    path: str,
+    name: str,
+    kv_bits: int | None,
+    widened: bool,
+    parts: int,
+    _stamps: tuple[_FileStamps, ...],
+) -> _LayerSizes:
+    """Return the memory that each of a model's layers needs. The result is cached until a file changes.
+
+    If each layer is sharded across several workers (`parts`), the sizes are those of one shard.
+
+    Raises:
+        CapabilityError: The layers cannot be split across machines.
+    """
+    try:
+        skeleton = read_skeleton(path, name, LoadOptions())
+        model = skeleton.model
+        if parts > 1:
+            shard_for_transfer(model, skeleton.config, name, ShardIndex(0, parts))
+        else:
+            check_separable(model, name)
         if widened:
             model.set_dtype(mlx_core().float32)
-        zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
-        weight_bytes.append(zero_bytes + parameter_bytes(model))
-        for bits in KV_BITS.values():
-            try:
-                caches[bits, widened] = _cache_sizes(model, bits)
-            except (ValueError, TypeError, AttributeError):
-                if bits is None:
-                    raise
-    sizes, vocab_size, scans = skeleton.sizes, skeleton.vocab_size, list(_scans(model))
-    return _ModelShape(sizes, weight_bytes, vocab_size, hidden, max(middle, block), heads, scans, caches)
+        weight_bytes = tuple(parameter_bytes(layer) for layer in LayerList(model).layers)
+        return _LayerSizes(weight_bytes, _cache_sizes(model, kv_bits).layers)
+    finally:
+        # MLX modules contain reference cycles, so only the garbage collector can free them.
+        gc.collect()
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
@@ -286,18 +416,3 @@ def _scan_elements(row: int, heads: int, head_size: int, state_size: int, copies
     if copies:
         return rows * (row + copies * heads * head_size * state_size)
     return rows * row + 3 * heads * max(rows * rows, state_size * (head_size + rows))
-
-
-def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
-    from edgespec.backends.mlx.attention_cache import cache_rows
-
-    _, memory = trace_one_token(model, bits)
-    total_bytes = memory.bytes_by_context()
-    states = sum(array.nbytes for layer in memory.states for array in layer)
-    layers = [(cache.bytes_per_token, cache.window) for cache in memory.attention]
-
-    def sizes(tokens: int) -> _CacheBytes:
-        largest = max((layer * cache_rows(window, tokens) for layer, window in layers), default=0)
-        return _CacheBytes(total_bytes(tokens), largest, states)
-
-    return sizes

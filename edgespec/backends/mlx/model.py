@@ -13,7 +13,7 @@ import numpy as np
 
 from edgespec.backends.mlx.evaluation import release_thread_state, reuse_stream
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, deserialize_caches, serialize_caches
-from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
+from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList, StateRecorder
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import (
@@ -21,8 +21,6 @@ from edgespec.backends.mlx.partial_models import (
     PartialModelFactory,
 )
 from edgespec.backends.mlx.pass_runner import PassRunner
-from edgespec.backends.mlx.state_recorder import StateRecorder
-from edgespec.backends.mlx.target_ends import HeadTarget
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import KV_BITS, LoadedMlxModel, prefill_batch_tokens
 from edgespec.engine.tree import TokenTree
@@ -37,19 +35,21 @@ from edgespec.model.base import (
     Snapshot,
     Vocabulary,
 )
-from edgespec.model.base_model import SelfDraftView, in_batches
+from edgespec.model.base_model import BaseModel, SelfDraftView, in_batches
 from edgespec.model.drafter_training import Trainer
-from edgespec.model.hidden_states import HiddenStateLog
+from edgespec.model.hidden_states import HiddenStateLog, HiddenStateSource
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.registry import format_of
 
 __all__ = ["MlxModel", "SpreadModel"]
 
 
-class MlxModel(HeadTarget):
+class MlxModel(BaseModel, HiddenStateSource):
     """A loaded MLX model. Checks the arguments of each call, and runs passes with a `PassRunner`.
 
     Attributes:
+        memory_bytes: Memory limit in bytes for the model, its KV cache and its head, or None if there is no
+            limit.
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
         why_chains_only: Why the model supports neither token trees nor self-drafting. Empty if it supports
@@ -151,7 +151,9 @@ class MlxModel(HeadTarget):
 
     def stop_logging(self, log: HiddenStateLog) -> None:
         if not self._closed:
-            self._recorder().close(log)
+            # The passes of this round have recorded the hidden states of all logs, including this one.
+            self.end_round()
+        super().stop_logging(log)
 
     def _recorder(self) -> StateRecorder:
         self.end_round()
@@ -165,9 +167,6 @@ class MlxModel(HeadTarget):
     def state_size(self) -> int:
         """Number of values per hidden state."""
         return self._recorder().state_size
-
-    def hidden_state_hooks(self) -> HiddenStateHooks:
-        return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
         """Discard uncommitted tokens, and save the state of the caches for `rewind`."""
@@ -220,10 +219,12 @@ class MlxModel(HeadTarget):
 
     @property
     def layer_count(self) -> int:
+        """Number of layers."""
         return self.partial_models.layer_count
 
     @property
     def net(self) -> Any:
+        """The mlx-lm model."""
         return self._net
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
@@ -258,11 +259,15 @@ class MlxModel(HeadTarget):
         self._check(len(tokens))
         self._check_not_interrupted()
         self.end_round()
-        layers, hooks, best_tokens = LayerList(self._net), self.hidden_state_hooks(), self._runner.best_tokens
+        layers, hooks, best_tokens = (
+            LayerList(self._net),
+            HiddenStateHooks(self._net),
+            self._runner.best_tokens,
+        )
         whole = best_tokens(tokens, hooks.on(range(hooks.count)))
         agreements = {}
         for layer in range(1, hooks.count):
-            resumed = layers.resumed_at(hooks.count, hooks.outputs[layer - 1])
+            resumed = layers.resumed_at(hooks.count, hooks.states[layer])
             best = best_tokens(tokens, layers.replaced(resumed))
             agreements[layer] = float(np.mean((best == whole)[first:]))
         return agreements, *self.partial_models.layer_bytes()

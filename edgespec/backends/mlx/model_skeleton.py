@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelSkeleton",
     "WeightSizes",
+    "check_complete",
     "named_arrays",
     "parameter_bytes",
     "read_skeleton",
     "trace_one_token",
     "translate_load_errors",
-    "try_model",
 ]
 
 _OUT_OF_MEMORY = re.compile(
@@ -142,7 +142,11 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
         parameters = mlx_lm_utils().get_total_parameters(model)
         weights = [array for _, array in named_arrays(model.parameters())]
         half_types = (mlx_core().float16, mlx_core().bfloat16)
-        low_bits = _install_low_bits(model) if options.low_bits else None
+        low_bits = None
+        if options.low_bits:
+            from edgespec.backends.mlx.low_bit_weights import install_low_bit_weights
+
+            low_bits = install_low_bit_weights(model, lambda: trace_one_token(model))
         sizes = WeightSizes(
             sum(array.nbytes for array in weights) + (low_bits.nbytes if low_bits else 0),
             sum(array.nbytes for array in weights if array.dtype in half_types),
@@ -153,21 +157,13 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     return ModelSkeleton(model, config, sizes, file_bytes, parameters, quantisation, vocab_size, low_bits)
 
 
-def _is_ordinary(path: Path) -> bool:
-    return path.is_file() or path.is_dir()
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     # The tokenizer is optional, because `edgespec plan` does not download it.
-    if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
-        raise ModelFileError(
-            f"{folder} lacks {', '.join(missing[:3])}",
-            "download the model again",
-            code="model_file_incomplete",
-        )
+    check_complete(folder, optional="tokenizer.json")
     # Reject named pipes, because mlx-lm and transformers would wait forever when opening them.
-    if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
-        raise ModelFileError(f"{special[0]} is a pipe or a device instead of a file", "delete it")
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelFileError(f"{path} is a pipe or a device instead of a file", "delete it")
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelFileError(
@@ -183,6 +179,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
             code="model_file_not_supported",
         )
     return config
+
+
+def check_complete(folder: Path, optional: str = "") -> None:
+    """Raise ModelFileError if a model's folder lacks files other than `optional`."""
+    if missing := [name for name in missing_files(folder) if name != optional]:
+        raise ModelFileError(
+            f"{folder} lacks {', '.join(missing[:3])}",
+            "download the model again",
+            code="model_file_incomplete",
+        )
 
 
 def _adapter_file(folder: Path) -> Path:
@@ -202,12 +208,6 @@ def _adapter_file(folder: Path) -> Path:
             )
     read_json_object(folder / "adapter_config.json")
     return weights
-
-
-def _install_low_bits(model: Any) -> LowBitWeights:
-    from edgespec.backends.mlx.low_bit_weights import install_low_bit_weights
-
-    return install_low_bit_weights(model, lambda: trace_one_token(model))
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
@@ -287,8 +287,8 @@ def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerC
     Returns:
         The number of logits per token, and the caches after the pass.
     """
+    from edgespec.backends.mlx.attention_cache import PassLayout
     from edgespec.backends.mlx.layer_caches import LayerCaches
-    from edgespec.backends.mlx.pass_layout import PassLayout
 
     caches = LayerCaches(model, PassLayout(), kv_bits)
     logits = model(mlx_core().array([[0]]), cache=caches.layers)
@@ -299,12 +299,3 @@ def _kv_elements(caches: LayerCaches) -> int:
     arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
     # Cached keys and values have shape [batch, heads, tokens, size].
     return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)
-
-
-def try_model(path: str, name: str) -> None:
-    """Check that a model can be built and that its tensor shapes match, without reading its weights.
-
-    Raises:
-        EdgespecError: The model cannot be loaded.
-    """
-    read_skeleton(path, name, LoadOptions())

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -24,10 +24,12 @@ from edgespec.backends.mlx.heads import (
     head_facts,
     head_memory,
     loaded_bytes,
+    target_embedding,
+    target_lm_head,
     weight_array,
 )
 from edgespec.backends.mlx.layers import Body, LayerList
-from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.model import MlxModel
 from edgespec.errors import ModelFileError, shorten
 from edgespec.model.base import Head
 from edgespec.model.formats.mlx_files import read_json_object
@@ -120,13 +122,6 @@ def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
     quantize(network, class_predicate=settings)
 
 
-class _Shaped(Protocol):
-    """A tensor with a shape, either loaded or stored in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory use of MTP layers. See `registry.HeadNetwork`."""
     folder = head.path or target
@@ -138,10 +133,10 @@ def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstima
 
 
 def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
-    return sum(loaded_bytes(tensor) for tensors in modules for tensor in tensors.values())
+    return sum(loaded_bytes(tensors.values()) for tensors in modules)
 
 
-def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
+def _kv_bytes(modules: Iterable[Mapping[str, StoredTensor | mx.array]]) -> int:
     """Return the size in bytes of one token's float32 keys and values, based on the weights' shapes.
 
     Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for keys and
@@ -157,7 +152,7 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
     raise ModelFileError("the MTP layer has no tensor for attention keys", "download the model again")
 
 
-def load_head(target: HeadTarget, head: Head) -> EagleHead:
+def load_head(target: MlxModel, head: Head) -> EagleHead:
     """Load the MTP layers in a target's folder. See `registry.HeadNetwork`.
 
     MTP implementations differ in four ways:
@@ -216,12 +211,8 @@ def _one_layer_each(weights: _Weights) -> list[_Weights]:
 
 
 def _with_norms_raised(weights: _Weights) -> _Weights:
-    """Add 1 to the norm weights."""
-    return {name: one + 1 if _is_norm(name) else one for name, one in weights.items()}
-
-
-def _is_norm(name: str) -> bool:
-    return "norm" in name.rpartition(".")[0].rpartition(".")[2]
+    """Add 1 to the norm weights, whose modules have names such as `input_layernorm`."""
+    return {name: one + 1 if "norm" in name.split(".")[-2] else one for name, one in weights.items()}
 
 
 def _converted(net: Any, weights: _Weights) -> _Weights:
@@ -253,7 +244,7 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
 
 
 def _head(
-    target: HeadTarget, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
+    target: MlxModel, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
 ) -> EagleHead:
     """Create a head whose input has `state` either before (`hidden_first`) or after the embedding."""
     networks = [_module(target, weights, state == POST_NORM, hidden_first, folder) for weights in modules]
@@ -268,13 +259,13 @@ def _head(
         _kv_bytes(modules),
         target.facts.trained_context_tokens,
     )
-    embed = TargetEmbedding(target.net, target.facts.vocab_size, target.state_size)
-    lm_head = TargetLmHead(target.net)
+    embed = target_embedding(target.net, target.facts.vocab_size, target.state_size)
+    lm_head = target_lm_head(target.net)
     return EagleHead(target, [state], networks, embed, lm_head, None, facts)
 
 
 def _module(
-    target: HeadTarget, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
+    target: MlxModel, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
 ) -> MtpModule:
     """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
     arguments, layers = Body(target.net).arguments, LayerList(target.net).layers

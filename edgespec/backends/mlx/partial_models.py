@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
+from edgespec.backends.mlx.attention_cache import PassLayout
 from edgespec.backends.mlx.layers import LayerList, SkippedLayer
 from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
-from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.model.base import EarlyExit, LowBit
 from edgespec.model.model_facts import ModelFacts

@@ -13,20 +13,17 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.mlx.attention_cache import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
+from edgespec.backends.mlx.layers import StateRecorder
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
-from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
-from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.model.hidden_states import OpenLogs
 
 __all__ = ["PassRunner"]
-
-# Number of committed tokens after which MLX's unused buffers are released.
-_CLEAR_EVERY_TOKENS = 256
 
 
 class _PrelaunchedPass(NamedTuple):
@@ -89,7 +86,6 @@ class PassRunner:
         self._prelaunched: _PrelaunchedPass | None = None
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
-        self._clear_at = _CLEAR_EVERY_TOKENS
         self._closed = False
 
     @property
@@ -108,7 +104,7 @@ class PassRunner:
     def _forward_recorded(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
         """Run the whole model. Return the logits, and the hidden states if they are being recorded."""
         recorder = self.recorder
-        if recorder is None or not recorder.states:
+        if recorder is None or not self._logs.states:
             return self._forward(tokens), None
         with recorder.recorded():
             rows = self._forward(tokens)
@@ -160,16 +156,17 @@ class PassRunner:
         try:
             if first == 0 and not prelaunched:
                 self.end_round()
-                self._clear_buffers()
             self._round.extend(tree, first)
             if prelaunched:
-                self._add_states(prelaunched.states)
-                return prelaunched.logits
-            rows, states = (
-                (self._resume(tree, *exit_states), None) if exit_states else self._run(tree.tokens, first)
-            )
-            self._add_states(states)
-            return self._logits(rows, states, first)
+                states, logits = prelaunched.states, prelaunched.logits
+            elif exit_states:
+                states, logits = None, self._logits(self._resume(tree, *exit_states), None, first)
+            else:
+                rows, states = self._run(tree.tokens, first)
+                logits = self._logits(rows, states, first)
+            if states is not None:
+                self._round_states.append(states)
+            return logits
         except (BackendError, CancelledError):
             self.end_round()
             raise
@@ -184,7 +181,6 @@ class PassRunner:
         try:
             if first == 0:
                 self.end_round()
-                self._clear_buffers()
                 self._partial_model = partial_model
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(*self._run(tree.tokens, first), first)
@@ -210,13 +206,12 @@ class PassRunner:
         self._logs.truncate(0)
         self.caches.clear()
         self.committed = self.caches.checkpoint()
-        self._clear_at = _CLEAR_EVERY_TOKENS
 
     def truncate(self, length: int) -> None:
         """Truncate the caches to the first `length` committed tokens, or clear them if that is impossible."""
         self.end_round()
         if 0 < length < self.length and self.caches.can_rewind(length):
-            self.caches.rewind(length)
+            self.caches.set_offset(length)
             self.committed = self.caches.checkpoint()
             self._logs.truncate(length)
         elif length < self.length or length == 0:
@@ -253,7 +248,7 @@ class PassRunner:
                         "rewind to a checkpoint instead",
                         code="rollback_not_supported",
                     )
-                self.caches.rewind(self.length + len(kept))
+                self.caches.set_offset(self.length + len(kept))
             self.committed = self.caches.checkpoint()
         self._round, self._round_states = TreeBuilder(), []
 
@@ -263,20 +258,10 @@ class PassRunner:
         self.caches.restore(checkpoint)
         self.committed = checkpoint
 
-    def _add_states(self, states: mx.array | None) -> None:
-        if states is not None:
-            self._round_states.append(states)
-
     def _log(self, passes: Sequence[mx.array], rows: Sequence[int]) -> None:
         """Log the hidden states of tokens that are about to be committed."""
         if self.recorder is not None and passes:
             self.recorder.append(self.length, passes, rows)
-
-    def _clear_buffers(self) -> None:
-        """Free the old buffers of caches that have grown. MLX would otherwise keep them for reuse."""
-        if self.length >= self._clear_at:
-            mx.clear_cache()
-            self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> tuple[mx.array, mx.array | None]:
         self._set_layout(first)
@@ -319,7 +304,7 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        is_logged = self.recorder is not None and self.recorder.states
+        is_logged = bool(self._logs.states)
         # The states cannot be reused if `length` is 0, because `end_round` would clear the KV cache. Nor can
         # they be reused if a head reads hidden states of the lower layers, which are recorded only while
         # those layers run.

@@ -250,16 +250,9 @@ class _Checks:
     def _differs(
         self, subject: str, logits: DeviceLogits, steps: Sequence[int], rows: Sequence[int] | None = None
     ) -> str:
-        """Compare logits with those from single-token passes.
+        """Describe how logits differ from those of single-token passes by more than rounding errors.
 
-        Args:
-            subject: Description of the tested capability.
-            logits: The logits to check.
-            steps: Index of the single-token pass that each row must match.
-            rows: Rows to check. Defaults to all rows.
-
-        Returns:
-            A description of the largest difference, or an empty string if it is only a rounding error.
+        Each of `rows`, by default all, must match the single-token pass with the same place in `steps`.
         """
         all_tokens = np.arange(self._model.vocabulary.size)
         got = np.stack([logits.at(row, all_tokens) for row in rows or range(len(logits))])

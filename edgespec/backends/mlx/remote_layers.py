@@ -24,17 +24,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_unflatten
 
-from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.layer_messages import (
+from edgespec.backends.mlx.evaluation import array_bytes, array_header, evaluate, read_array
+from edgespec.backends.mlx.layer_block import (
+    HALF_TYPES,
     JSON_FILES,
     MAX_STATES_BYTES,
     PROTOCOL,
-    array_bytes,
-    array_header,
-    read_array,
+    AbsentLayer,
+    LastAbsentLayer,
 )
-from edgespec.backends.mlx.layers import AbsentLayer, LastAbsentLayer, LayerList
+from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import named_arrays, read_skeleton
 from edgespec.backends.mlx.tensor_shards import JOIN_SECONDS, ShardIndex, check_addresses, shard_for_transfer
 from edgespec.cluster.connected import ConnectedWorkers
@@ -49,7 +50,6 @@ from edgespec.system.files import read_regular_file
 __all__ = ["RemoteBlock", "RemoteShards", "send_blocks", "send_shards"]
 
 _Result = TypeVar("_Result")
-_HALF_TYPES = (mx.float16, mx.bfloat16)
 # Minimum size in bytes of a weight that workers cache. llama.cpp uses the same limit.
 _CACHED_BYTES = 10 * 2**20
 _Message = tuple[dict[str, Any], Buffer]
@@ -62,16 +62,7 @@ _MAX_TOKEN = 1 << 24
 
 
 class RemoteBlock:
-    """A block of layers on a worker. A connection error means that the worker is lost.
-
-    Args:
-        workers: All workers of the target.
-        link: The block's worker.
-
-    Attributes:
-        address: The address of the block's worker.
-        connection: The connection to the worker.
-        messages: Sends and receives messages over this connection.
+    """A block of layers on a worker, and the connection to it. If the connection fails, the worker is lost.
 
     Raises:
         WorkerError: The worker cannot be reached.
@@ -194,13 +185,7 @@ def _describe_model(
 ) -> tuple[dict[str, Any], bytes]:
     """Return the header and data of the message that tells a worker how to build the model.
 
-    Args:
-        folder: The model's folder.
-        first: Index of the first layer on the worker.
-        end: Index after the last layer on the worker.
-        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
-        ring_index: Index of the worker in the ring if every layer is sharded, or None if workers hold whole
-            layers.
+    If every layer is sharded, `ring_index` is the worker's index in the ring.
     """
     headers, sizes = [], []
     for file in weight_files(folder):
@@ -222,19 +207,9 @@ def _describe_model(
 
 
 def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_cache: bool) -> None:
-    """Send a layer's weights one at a time, freeing each once it has been sent.
-
-    Args:
-        block: The block that the layer belongs to.
-        index: The layer's index.
-        layer: The layer whose weights to send.
-        widen: Whether to widen 16-bit weights to float32.
-        has_cache: Whether the worker has a weight cache.
-    """
-    from mlx.utils import tree_unflatten
-
+    """Send a layer's weights one at a time, freeing each once it has been sent."""
     for name, weight in named_arrays(layer.parameters()):
-        sent = weight.astype(mx.float32) if widen and weight.dtype in _HALF_TYPES else weight
+        sent = weight.astype(mx.float32) if widen and weight.dtype in HALF_TYPES else weight
         evaluate(sent)
         header, data = {"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent)
         if has_cache and len(data) >= _CACHED_BYTES:
@@ -249,13 +224,7 @@ def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_c
 
 
 class RemoteShards:
-    """The layers of a target, sharded across all its workers.
-
-    Args:
-        workers: All workers of the target.
-
-    Attributes:
-        blocks: Each worker's shards.
+    """The layers of a target, sharded across all its workers. `blocks` are the shards of each worker.
 
     Raises:
         WorkerError: A worker cannot be reached.
@@ -312,10 +281,8 @@ class RemoteShards:
                 raise
             except BackendError as error:
                 # Other workers may be blocked in this pass, so the ring can no longer be used.
-                reason, advice = (
-                    f"the workers could not finish a computation: {error.what}",
-                    "load the model again",
-                )
+                reason = f"the workers could not finish a computation: {error.what}"
+                advice = "load the model again"
                 self._workers.lose(reason, advice)
                 raise WorkerLostError(reason, advice) from error
 
@@ -329,13 +296,7 @@ class RemoteShards:
 
 
 class _Exchange:
-    """Sends a message to each worker, and collects the answers.
-
-    Args:
-        workers: All workers of the target.
-        blocks: The connection to each worker.
-        timeout_seconds: Time limit for all workers to answer.
-    """
+    """Sends a message to each worker, and collects the answers within a time limit."""
 
     def __init__(
         self, workers: ConnectedWorkers, blocks: Sequence[RemoteBlock], timeout_seconds: float = math.inf
@@ -413,16 +374,7 @@ def send_shards(
     workers: ConnectedWorkers,
     report: Callable[[float], None],
 ) -> RemoteShards:
-    """Load a shard of every layer on each worker, and make the model use the shards.
-
-    Args:
-        folder: The model's folder.
-        name: The model's name, for messages.
-        model: The model, whose weights have not been read yet.
-        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
-        widen: Whether to widen 16-bit weights to float32.
-        workers: The workers to load the shards on.
-        report: Called with the completed fraction. Can raise an exception to cancel.
+    """Load a shard of every layer on each worker, and make the model use the shards. See `send_blocks`.
 
     Raises:
         CapabilityError: The layers cannot be sharded across the workers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.heads import compute_dtype, loaded_bytes, target_embedding, target_lm_head
+from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.residual_heads import (
     AttentionShape,
     ResidualHeadTarget,
@@ -30,10 +29,8 @@ from edgespec.model.memory_estimate import MemoryEstimate
 
 __all__ = ["estimate_head", "load_head"]
 
-_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
-
-def load_head(target: HeadTarget, head: Head) -> ResidualHeadView:
+def load_head(target: MlxModel, head: Head) -> ResidualHeadView:
     """Load Medusa or Hydra heads for an MLX target. See `load_residual_heads`."""
     config = language_config(read_json_object(Path(target.facts.path) / "config.json"))
 
@@ -41,7 +38,7 @@ def load_head(target: HeadTarget, head: Head) -> ResidualHeadView:
         value = config.get(key)
         return float(value) if isinstance(value, int | float) else default
 
-    embedding = TargetEmbedding(target.net, target.facts.vocab_size, target.state_size)
+    embedding = target_embedding(target.net, target.facts.vocab_size, target.state_size)
     heads = load_residual_heads(
         ResidualHeadTarget(
             model=target,
@@ -69,25 +66,20 @@ def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstima
 
 
 def _weight_bytes(heads: ResidualHeads) -> int:
-    return sum(math.prod(tensor.shape) * _dtype(tensor.dtype).size for tensor in heads.tensors())
-
-
-def _dtype(name: str) -> mx.Dtype:
-    # On CPUs, heads run in float32, like their targets. See `WeightSizes.widens`.
-    return mx.float32 if runs_on_cpu() else _DTYPES.get(name, mx.float32)
+    return loaded_bytes(heads.tensors())
 
 
 def _product(matrix: NDArray[np.floating], dtype: str) -> Product:
     with translate_errors("the draft head could not be loaded"):
-        weight = mx.array(matrix).astype(_dtype(dtype))
+        weight = mx.array(matrix).astype(compute_dtype(dtype))
     # Evaluate the weight here, because MLX can do so only in this thread, and another thread may run the
     # head.
     evaluate(weight)
     return lambda rows: _on_host(lambda: mx.array(rows).astype(weight.dtype) @ weight.T)
 
 
-def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
-    lm_head, dtype = TargetLmHead(net), embedding(mx.array([0])).dtype
+def _lm_head(net: Any, embedding: Callable[[mx.array], mx.array]) -> Product:
+    lm_head, dtype = target_lm_head(net), embedding(mx.array([0])).dtype
     return lambda rows: _on_host(lambda: lm_head(mx.array(rows).astype(dtype)))
 
 

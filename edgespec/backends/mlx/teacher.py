@@ -8,8 +8,7 @@ from edgespec.backends.mlx.draft_trainer import DraftStudent
 from edgespec.backends.mlx.head_trainer import HeadStudent, TrainableHead
 from edgespec.backends.mlx.model_skeleton import translate_load_errors
 from edgespec.backends.mlx.teacher_model import TeacherModel, convert_to_float32, faster_in_float32
-from edgespec.backends.mlx.trainable_eagle import TrainableEagle
-from edgespec.backends.mlx.trainable_residual import TrainableHydra, TrainableMedusa
+from edgespec.backends.mlx.trainable_heads import TrainableEagle, TrainableHydra, TrainableMedusa
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.model.base import LoadOptions, Progress
@@ -23,12 +22,7 @@ _HEADS: dict[str, type[TrainableHead]] = {
 
 
 def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxTeacher:
-    """Load an MLX or Hugging Face model to train heads for.
-
-    Args:
-        path: Path of the model folder.
-        name: Model name for error messages.
-        progress: Called with a description and the completed fraction. Returning False cancels loading.
+    """Load the MLX or Hugging Face model in a folder to train heads for it.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,14 +16,13 @@ from numpy.typing import NDArray
 
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.layers import Body, HiddenStateHooks
+from edgespec.backends.mlx.heads import target_lm_head
+from edgespec.backends.mlx.layers import HiddenStateHooks
 from edgespec.backends.mlx.model_skeleton import named_arrays
-from edgespec.backends.mlx.target_ends import TargetLmHead
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import LoadedMlxModel
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.model.base import Progress, Vocabulary
-from edgespec.model.hidden_states import POST_NORM
 from edgespec.system.openblas import why_slow
 
 __all__ = ["TeacherModel", "convert_to_float32", "faster_in_float32", "token_ranks", "write_texts"]
@@ -104,9 +102,9 @@ class TeacherModel:
             mode=self._output.mode,
         ).astype(mx.float32)
 
-    def lm_head(self) -> TargetLmHead:
-        """Return the LM head. Raises CapabilityError if it is not separate from the layers."""
-        return TargetLmHead(self._net)
+    def lm_head(self) -> Callable[[mx.array], mx.array]:
+        """See `target_lm_head`."""
+        return target_lm_head(self._net)
 
     def logits(self, tokens: NDArray[np.int32]) -> mx.array:
         """Return the logits for a batch of conversations, float32 [conversations, tokens, vocabulary]."""
@@ -120,18 +118,10 @@ class TeacherModel:
             tokens: int32 [conversations, tokens].
             states: The hidden states to return, numbered as in `HiddenStateSource`.
         """
-        hooks, body = self._hooks, Body(self._net) if POST_NORM in states else None
         with translate_errors(f"{self.name} could not be run"):
-            # Index `self.layers` is the last layer's output, which is recorded along with its input.
-            layers = {min(state, self.layers - 1) for state in states if state != POST_NORM}
-            with hooks.on(layers), body.recorded() if body else nullcontext():
+            with self._hooks.on(states):
                 logits = self._net(mx.array(tokens)).astype(mx.float32)
-            known = dict(hooks.inputs)
-            if self.layers in states:
-                known[self.layers] = hooks.outputs[self.layers - 1]
-            if body and body.output is not None:
-                known[POST_NORM] = body.output
-            hidden = mx.concatenate([known[state] for state in states], axis=-1)
+            hidden = mx.concatenate([self._hooks.states[state] for state in states], axis=-1)
             return TargetStates(hidden.astype(mx.float32), logits)
 
     def peak_bytes(self) -> int:
@@ -170,17 +160,9 @@ def write_texts(
     *,
     failure: str,
 ) -> list[list[int]]:
-    """Continue each prompt until an end token or the maximum length. See `Teacher.write`.
+    """Continue each prompt until an end token or its maximum length (at least 1). See `Teacher.write`.
 
-    Args:
-        net: The mlx `nn.Module` of the model.
-        vocabulary: The model's vocabulary, for its end tokens.
-        prompts: The tokens of each prompt.
-        temperatures: The temperature for each prompt.
-        max_tokens: Maximum number of new tokens for each prompt, at least 1.
-        seed: Random seed.
-        progress: Called with a description and the completed fraction. Returning False cancels the call.
-        failure: Start of the message of any BackendError.
+    The message of any BackendError starts with `failure`.
     """
     mx.random.seed(seed)
     # Use one sampler per temperature, because mlx-lm samples all prompts with the same sampler in one batch.

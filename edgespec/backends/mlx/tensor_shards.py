@@ -22,7 +22,7 @@ import mlx.core as mx
 import psutil
 
 from edgespec.backends.mlx.build_info import mlx_core
-from edgespec.backends.mlx.layers import check_separable
+from edgespec.backends.mlx.layer_block import check_separable
 from edgespec.cluster.layer_child import temporary_folder
 from edgespec.cluster.machines import parse_address
 from edgespec.errors import CapabilityError, EdgespecError, WorkerError
@@ -56,10 +56,6 @@ class ShardIndex:
     """Selects one shard of a model.
 
     Takes the place of a process group while mlx-lm shards a model, but does not support passes.
-
-    Attributes:
-        index: The index of the shard.
-        count: Number of shards.
     """
 
     index: int
@@ -79,12 +75,6 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
 
     The shard's weights can then be evaluated and sent to a worker. Passes compute only this shard, so their
     results are meaningless, but their arrays have the same shapes as on the worker.
-
-    Args:
-        model: The model to shard.
-        config: The model's config.json.
-        name: The model's name, for messages.
-        shard: The shard to keep.
 
     Raises:
         CapabilityError: The layers cannot be sharded across this number of workers.
@@ -109,13 +99,7 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
 
 
 def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) -> None:
-    """Replace each layer of a model with the shard that one worker runs.
-
-    Args:
-        model: The model to shard.
-        config: The model's config.json.
-        name: The model's name, for messages.
-        group: The process group of the workers, whose rank selects the shard. Can be a `ShardIndex`.
+    """Replace each layer of a model with the shard of this process in a process group, or a `ShardIndex`.
 
     Raises:
         CapabilityError: The layers cannot be sharded across this number of workers.
@@ -157,10 +141,7 @@ def free_address(connection: socket.socket) -> str:
 
 
 def check_addresses(workers: Sequence[str]) -> None:
-    """Check that no worker would connect to itself at another worker's address. Called by the target.
-
-    Args:
-        workers: The addresses of all workers, as `own_address` returned them on each worker.
+    """Check that no worker would connect to itself at another worker's address, as `own_address` returned it.
 
     Raises:
         WorkerError: Workers on different machines have the same address, as behind SSH tunnels, or a worker's
@@ -180,15 +161,7 @@ def check_addresses(workers: Sequence[str]) -> None:
 
 
 def check_neighbour(workers: Sequence[str], index: int) -> None:
-    """Check that the next worker in the ring can be reached.
-
-    Args:
-        workers: The addresses of all workers.
-        index: The index of this worker.
-
-    Raises:
-        WorkerError: The next worker cannot be reached.
-    """
+    """Raise WorkerError if the worker with this index cannot reach the next one in the ring."""
     neighbour = workers[(index + 1) % len(workers)]
     try:
         address = parse_address("worker", neighbour, _ADVICE)

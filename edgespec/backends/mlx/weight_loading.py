@@ -6,29 +6,32 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu
 from edgespec.backends.mlx.model_skeleton import (
     ModelSkeleton,
+    check_complete,
     named_arrays,
     parameter_bytes,
     read_skeleton,
     translate_load_errors,
 )
-from edgespec.errors import CancelledError, ModelFileError, OptionError
+from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import LoadOptions, Progress
-from edgespec.model.formats.mlx_files import missing_files, read_json_object, readable_folder
-from edgespec.model.memory_estimate import check_weights_fit
+from edgespec.model.formats.mlx_files import read_json_object, readable_folder
+from edgespec.model.memory_estimate import MachineShare, check_weights_fit
 
 if TYPE_CHECKING:
-    from edgespec.backends.mlx.layer_placement import LayerPlacement
     from edgespec.backends.mlx.remote_layers import RemoteBlock, RemoteShards
 
 __all__ = [
     "KV_BITS",
     "MAX_WIDTH",
+    "LayerPlacement",
     "LoadedMlxModel",
     "check_options",
     "load_model",
@@ -43,6 +46,31 @@ KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 # Maximum number of tokens in a prefill batch on a CPU. The limit is low, because a batch cannot be
 # interrupted.
 _CPU_BATCH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlacement:
+    """How a model's layers are divided between this machine and the workers.
+
+    Attributes:
+        widened: Whether 16-bit weights are widened to float32.
+        local: Number of layers on this machine, which holds the model's first layers.
+        local_weight_bytes, local_cache_bytes: Size in bytes of these layers' weights and KV caches.
+        layer_weight_bytes: Size in bytes of the weights of all layers.
+        workers: The layers and memory of each worker, in the order of the layers.
+    """
+
+    widened: bool
+    local: int
+    local_weight_bytes: int
+    local_cache_bytes: int
+    layer_weight_bytes: int
+    workers: tuple[MachineShare, ...]
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """For each worker, the index of its first layer and the index after its last layer."""
+        return list(pairwise(accumulate((share.layers for share in self.workers), initial=self.local)))
 
 
 class LoadedMlxModel(NamedTuple):
@@ -115,12 +143,7 @@ def load_model(
 
     report(0.0)
     skeleton = read_skeleton(path, name, options)
-    if missing := missing_files(Path(path)):
-        raise ModelFileError(
-            f"{path} lacks {', '.join(missing[:3])}",
-            "download the model again",
-            code="model_file_incomplete",
-        )
+    check_complete(Path(path))
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         tokenizer = _load_tokenizer(Path(path), skeleton.config)
     with translate_load_errors(path):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer, least_squares
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
 from edgespec.backends.mlx.teacher_model import TargetStates, token_ranks
-from edgespec.backends.mlx.trainable_eagle import UnrolledEagle, choose_draft_tokens
+from edgespec.backends.mlx.trainable_heads import UnrolledEagle, choose_draft_tokens
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.model.drafter_training import DrafterTrainer, TrainingBatch
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
@@ -196,7 +196,7 @@ def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.
 
 
 def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 50)
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_heads._MAX_DRAFT_TOKENS", 50)
     monkeypatch.setattr("edgespec.backends.mlx.head_trainer._CANDIDATES", 20)
     teacher, batch = teacher_of(folder / "rare"), batch_of()
     counts = np.zeros(ROWS, np.int64)
@@ -217,15 +217,15 @@ def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: py
 
 def test_the_draft_vocabulary_covers_a_share_of_the_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_COVERAGE", 0.9), ("_TOKENS_STEP", 2), ("_MIN_DRAFT_TOKENS", 1)):
-        monkeypatch.setattr(f"edgespec.backends.mlx.trainable_eagle.{name}", value)
+        monkeypatch.setattr(f"edgespec.backends.mlx.trainable_heads.{name}", value)
     counts = np.array([0, 1, 50, 0, 30, 9, 10, 0], np.int64)
     # The counts 50, 30 and 10 out of 100 reach the required share, and the size is rounded up to an even
     # number.
     assert choose_draft_tokens(counts).tolist() == [2, 4, 5, 6]
-    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 2)
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_heads._MAX_DRAFT_TOKENS", 2)
     assert choose_draft_tokens(counts).tolist() == [2, 4]
-    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 100)
-    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MIN_DRAFT_TOKENS", 6)
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_heads._MAX_DRAFT_TOKENS", 100)
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_heads._MIN_DRAFT_TOKENS", 6)
     # Among the tokens that never occur, the one with the lowest ID is added.
     assert choose_draft_tokens(counts).tolist() == [0, 1, 2, 4, 5, 6]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends import mlx
+from edgespec.backends.mlx.heads import target_lm_head
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.mlx.target_ends import TargetLmHead
 from edgespec.engine.tree import TokenTree
 from edgespec.model.base import EarlyExit, LoadOptions
 from edgespec.model.hidden_states import POST_NORM
@@ -53,7 +53,7 @@ def test_hidden_states_are_those_between_the_layers(load: Callable[[str], MlxMod
     model.commit((2, 3))
     assert (log.start, log.end) == (0, 6)
     final = log.rows(3, 6)[:, 2 * SIZE :]
-    again = np.array(TargetLmHead(model._net)(mx.array(final)))
+    again = np.array(target_lm_head(model._net)(mx.array(final)))
     np.testing.assert_allclose(again, expected[[0, 2, 3]], atol=1e-4)
     model.stop_logging(log)
     model.truncate(0)

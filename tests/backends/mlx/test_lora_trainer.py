@@ -327,7 +327,7 @@ class TestInTheBackground:
     def test_the_process_may_end_during_idle_training(self, delay: float) -> None:
         code = f"""
 import time
-from edgespec import idle
+from edgespec.decode import idle
 from tests.backends.mlx.test_lora_trainer import ASKED, load, models_folder, paired
 idle.QUIET_SECONDS = 0.0
 runtime = paired(load(models_folder() / "demo-mlx"), load(models_folder() / "demo-mlx-draft"))

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import edgespec
 from edgespec.backends import mlx
@@ -33,15 +32,12 @@ from edgespec.errors import (
 )
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
+from tests.backends.mlx.conftest import row
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 from tests.raising import raises
 
 CHAINS_ONLY = {"mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba", "granitemoehybrid"}
 PLAIN_ONLY = {"llama4"}
-
-
-def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
-    return model.verify(tree).at(node, np.arange(model.vocabulary.size))
 
 
 class TestProbe:
@@ -100,22 +96,6 @@ class TestProbe:
         can = model.facts.capabilities
         assert (can.rollback, can.tree) == (rollback, False)
         assert reason in can.reason
-        model.close()
-
-    def test_hidden_states_can_be_read(self, folder: Path, llama: LanguageModel) -> None:
-        model: Any = mlx.load(str(folder / "llama"), "llama", LoadOptions(context_tokens=64))
-        taps = model.hidden_state_hooks()
-        with taps.on([1]):
-            expected = row(model, TokenTree.chain(5, [6, 7]), 2)
-        assert list(taps.outputs) == list(taps.inputs) == [1]
-        assert taps.outputs[1].shape == (1, 3, 64)
-        # The norm and the head need only the output of the last layer.
-        end = model._net.lm_head(model._net.model.norm(taps.outputs[1]))
-        np.testing.assert_array_equal(np.array(end[0, 2]), expected.astype(np.float32))
-        model.truncate(0)
-        taps.outputs.clear()
-        model.verify(TokenTree.chain(5))
-        assert not taps.outputs
         model.close()
 
 

@@ -1,9 +1,13 @@
-"""Models with several or quantised MTP layers, as in the files that MTPLX publishes with MLX models."""
+"""Models with several or quantised MTP layers, as in the files that MTPLX publishes with MLX models.
+
+Layers in FP8, as in the files that DeepSeek publishes, draft like their rounded weights in 16 bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -11,42 +15,37 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
-from edgespec.backends import mlx
 from edgespec.backends.mlx import mtp
 from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.model_skeleton import read_skeleton
+from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.model.heads.tensor_files import read_tensor_files
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.mtp_layers import (
     dequantise_mtp,
     quantise_mtp,
     repeat_layer,
+    write_fp8_model,
     write_mtp_layer,
     write_numbered_mtp_layer,
 )
-from tests.backends.mlx.test_mtp import check_plan, check_replies
+from tests.backends.mlx.test_mtp import check_plan, check_replies, head_of, load
 from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
 from tests.cases import covering, first
 from tests.raising import raises
+from tests.safetensors_files import write_safetensors
 
 # An MLX quantisation mode, the bits per weight, and the group size.
 QUANTISATIONS = [("affine", 4, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 TOKENS = (60, 70, 80, 90, 61, 71, 81)
 # The parents of these tokens in a tree whose nodes are at depths 0 to 4.
 PARENTS = (-1, 0, 0, 1, 2, 3, 5)
-
-
-def load(folder: Path) -> Any:
-    return mlx.load(str(folder), "target", LoadOptions(context_tokens=512))
-
-
-def head_of(target: Any) -> EagleHead:
-    head = target.self_draft(Head("mtp"))
-    assert isinstance(head, EagleHead)
-    return head
 
 
 def first_with(chained: bool) -> Callable[[Any, Iterable[EagleHead], Path], EagleHead]:
@@ -139,8 +138,6 @@ def test_a_quantised_layer_of_another_family_drafts_like_its_rounded_weights(tmp
 
 def test_an_unknown_quantisation_is_refused(tmp_path: Path) -> None:
     folder = quantise_mtp(qwen(tmp_path / "model"), "affine", 4, 64, stacked=True)
-    from safetensors.numpy import load_file, save_file
-
     stored = load_file(folder / "mtp.safetensors")
     save_file({name: one for name, one in stored.items() if "biases" not in name}, folder / "mtp.safetensors")
     target = load(folder)
@@ -171,8 +168,6 @@ def modules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = write_numbered_mtp_layer(tmp_path_factory.mktemp("modules") / "model", request.param)
     prefix = "model.mtp_layers." if request.param == "mimo" else "model.layers."
     repeat_layer(folder, prefix, 2)
-    from safetensors.numpy import load_file, save_file
-
     random, stored = np.random.default_rng(7), load_file(folder / "mtp.safetensors")
     changed = {
         name: tensor + 0.05 * random.normal(size=tensor.shape).astype(np.float32)
@@ -191,10 +186,6 @@ def test_equal_modules_draft_like_one(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_different_modules_draft_differently_from_the_second_token_on(modules: Path, tmp_path: Path) -> None:
-    from shutil import copytree
-
-    from safetensors.numpy import load_file, save_file
-
     alone = copytree(modules, tmp_path / "one")
     stored = load_file(modules / "mtp.safetensors")
     names = sorted({name.split(".")[2] for name in stored})
@@ -216,3 +207,45 @@ def test_modules_follow_their_target(modules: Path, rounds: list[Round], seed: i
 def test_modules_change_no_reply_and_their_memory_is_planned(modules: Path) -> None:
     check_replies(modules)
     check_plan(modules)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fp8_model(tmp_path_factory.mktemp("fp8") / "model", "deepseek_v3", dequantised=False)
+
+
+@pytest.fixture(scope="module")
+def dequantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fp8_model(tmp_path_factory.mktemp("bf16") / "model", "deepseek_v3", dequantised=True)
+
+
+def test_fp8_layers_draft_like_their_rounded_weights(fp8: Path, dequantised: Path) -> None:
+    assert read_mlx_info(fp8).heads == ("MTP",)
+    np.testing.assert_array_equal(drafts(fp8), drafts(dequantised))
+
+
+@pytest.mark.long
+def test_fp8_layers_change_no_reply(fp8: Path) -> None:
+    check_replies(fp8)
+
+
+def test_the_plan_counts_fp8_weights_in_16_bits(fp8: Path, dequantised: Path) -> None:
+    sizes = [read_skeleton(str(path), "model", LoadOptions()).sizes for path in (fp8, dequantised)]
+    assert sizes[0] == sizes[1]
+    assert sizes[0].half_bytes > sizes[0].tensor_bytes // 3
+    check_plan(fp8)
+    assert estimate_head(Head("mtp"), fp8, 512) == estimate_head(Head("mtp"), dequantised, 512)
+
+
+def test_scales_of_another_shape_are_refused(fp8: Path, tmp_path: Path) -> None:
+    folder = copytree(fp8, tmp_path / "model")
+    # The other weights are dequantised.
+    stored = {name: ("F32", one.read()) for name, one in read_tensor_files(fp8 / "mtp.safetensors").items()}
+    name = "model.layers.2.self_attn.o_proj.weight"
+    stored[name] = ("F8_E4M3", np.zeros((64, 64), np.uint8))
+    stored[f"{name}_scale_inv"] = ("F32", np.ones((3, 1), np.float32))
+    write_safetensors(folder / "mtp.safetensors", stored)
+    target = load(folder)
+    with raises(ModelFileError, "o_proj.weight", code="model_file_not_supported"):
+        head_of(target)
+    target.close()

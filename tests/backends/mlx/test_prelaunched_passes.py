@@ -1,4 +1,4 @@
-"""Tests of passes that are launched early, and of calls from several threads."""
+"""Tests of passes that are launched early, and of threads: their calls, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from edgespec import load
 from edgespec.backends import mlx
+from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.evaluation import reuse_stream
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.noise import Noise
@@ -25,12 +29,8 @@ from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.model.base import LanguageModel, LoadOptions
+from tests.backends.mlx.conftest import in_thread, row
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
-
-
-def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
-    return model.verify(tree).at(node, np.arange(model.vocabulary.size))
-
 
 histories = st.lists(
     st.tuples(
@@ -211,21 +211,6 @@ class TestThreads:
             rows.append(logits.at(0, np.arange(models[0].vocabulary.size)))
             models[0].commit(())
 
-        def in_thread(work: Callable[[], object]) -> None:
-            failures: list[BaseException] = []
-
-            def run() -> None:
-                try:
-                    work()
-                except BaseException as error:
-                    failures.append(error)
-
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            if failures:
-                raise failures[0]
-
         path = write_checkpoint(tmp_path, "llama", dtype=dtype)
         # The memory limit prevents widening to float32.
         little = (path / "model.safetensors").stat().st_size * 3 // 2
@@ -241,3 +226,41 @@ class TestThreads:
             work()
         np.testing.assert_array_equal(here, rows)
         in_thread(models[0].close)
+
+
+@pytest.mark.skipif(not runs_on_cpu(), reason="MLX computes on the GPU")
+@pytest.mark.long
+def test_models_that_are_loaded_again_and_again_leave_no_threads() -> None:
+    def load_and_close() -> None:
+        with load("demo-mlx-draft", "none", method="none", context=256) as runtime:
+            in_thread(lambda: runtime.generate("How do I list files?", max_tokens=2))
+
+    in_thread(load_and_close)
+    before = psutil.Process().num_threads()
+    for _ in range(3):
+        in_thread(load_and_close)
+    # Each load used to leave about five threads behind. Another thread may start meanwhile.
+    assert psutil.Process().num_threads() <= before + 2
+
+
+@pytest.mark.skipif(not runs_on_cpu(), reason="MLX computes on the GPU")
+def test_running_threads_have_different_streams() -> None:
+    streams: list[str] = []
+    both = threading.Barrier(2)
+
+    def use() -> None:
+        reuse_stream()
+        streams.append(str(mx.default_stream(mx.cpu)))
+
+    def use_together() -> None:
+        use()
+        both.wait(60)
+
+    threads = [threading.Thread(target=use_together) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(streams)) == 2
+    in_thread(use)
+    assert streams[2] in streams[:2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from edgespec.backends import mlx
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
@@ -30,6 +28,7 @@ from edgespec.methods.ngram.drafter import NgramDrafter
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft
 from edgespec.options.methods import head_names
 from edgespec.store.catalogue import models_folder
+from tests.backends.mlx.conftest import in_thread, row
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 from tests.cases import covering, first
 from tests.raising import raises
@@ -342,9 +341,7 @@ class TestViews:
         llama.truncate(len(PROMPT))
         view = llama.self_draft(EarlyExit(1))
         for draft in (TokenTree.chain(9), TokenTree.chain(9, [10])):
-            thread = threading.Thread(target=lambda: view.verify(draft, draft.width - 1))  # noqa: B023
-            thread.start()
-            thread.join()
+            in_thread(lambda: view.verify(draft, draft.width - 1))  # noqa: B023
         np.testing.assert_array_equal(row(llama, TokenTree.chain(9, [10, 11]), 2), expected)
         llama.truncate(0)
 
@@ -383,10 +380,6 @@ def interrupt_at(cache: Any) -> None:
         raise KeyboardInterrupt
 
     cache.update_and_fetch = stopped
-
-
-def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
-    return model.verify(tree).at(node, np.arange(model.vocabulary.size))
 
 
 class TestExits:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from edgespec.backends.mlx.weight_loading import LoadedMlxModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter
+from tests.backends.mlx.conftest import in_thread
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
 from tests.raising import raises
 
@@ -36,24 +35,6 @@ QUANTISATIONS: dict[str, Any] = {
 
 def _open(path: Path, progress: Any = None, **options: Any) -> LoadedMlxModel:
     return load_model(str(path), "tiny", LoadOptions(**options), progress)
-
-
-def _in_a_thread(work: Callable[[], Any]) -> Any:
-    """Run `work` in another thread, where evaluating a lazy array would raise an error."""
-    done: list[Any] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except Exception as error:
-            done.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(done[0], Exception):
-        raise done[0]
-    return done[0]
 
 
 def _logits(model: Any, tokens: list[int] = PROMPT) -> Any:
@@ -79,9 +60,9 @@ def test_every_architecture_loads_in_one_thread_and_runs_in_another(kind: str, t
         steps = generate_step(mx.array(PROMPT), checkpoint.skeleton.model, max_tokens=24)
         return [int(token) for token, _ in steps]
 
-    written = _in_a_thread(write)
+    written = in_thread(write)
     assert len(set(written)) > 8
-    logits = _in_a_thread(lambda: _logits(checkpoint.skeleton.model))
+    logits = in_thread(lambda: _logits(checkpoint.skeleton.model))
     assert logits.shape == (len(PROMPT), ROWS)
     assert 1 < logits.std() < 12
     caches = make_prompt_cache(checkpoint.skeleton.model)
@@ -104,7 +85,7 @@ def test_quantised_models_compute_in_float32_on_the_cpu(name: str, tmp_path: Pat
     assert checkpoint.dtype == mx.float32
     assert checkpoint.skeleton.model(mx.array([PROMPT])).dtype == mx.float32
     assert checkpoint.skeleton.parameters == sum(array.size for array in _dense_llama(tmp_path).values())
-    assert np.isfinite(_in_a_thread(lambda: _logits(checkpoint.skeleton.model))).all()
+    assert np.isfinite(in_thread(lambda: _logits(checkpoint.skeleton.model))).all()
 
 
 def _dense_llama(tmp_path: Path) -> dict[str, Any]:
@@ -175,7 +156,7 @@ def test_an_adapter_changes_the_logits(llama: Path, tmp_path: Path) -> None:
     plain, adapted = _open(llama), _open(llama, adapters=(Adapter(str(adapter)),))
     assert adapted.weight_bytes > plain.weight_bytes
     assert adapted.skeleton.file_bytes > plain.skeleton.file_bytes
-    moved = np.abs(_logits(plain.skeleton.model) - _in_a_thread(lambda: _logits(adapted.skeleton.model)))
+    moved = np.abs(_logits(plain.skeleton.model) - in_thread(lambda: _logits(adapted.skeleton.model)))
     assert moved.max() > 0.1
 
 

@@ -1,18 +1,20 @@
-"""Train EAGLE-3 heads (arXiv 2503.01840)."""
+"""Train EAGLE-3 (arXiv 2503.01840), Medusa (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.eagle_network import EagleLayer
+from edgespec.backends.mlx.eagle import EagleLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
 from edgespec.backends.mlx.head_trainer import TrainableHead, least_squares
@@ -20,8 +22,9 @@ from edgespec.backends.mlx.teacher_model import TeacherModel
 from edgespec.errors import CapabilityError
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.model.heads.eagle_files import parse_config
+from edgespec.model.hidden_states import POST_NORM
 
-__all__ = ["TrainableEagle", "UnrolledEagle", "choose_draft_tokens"]
+__all__ = ["TrainableEagle", "TrainableHydra", "TrainableMedusa", "UnrolledEagle", "choose_draft_tokens"]
 
 # Minimum number of layers in the target. EAGLE-3 heads read the inputs of layer 2, the middle layer and the
 # third layer from the end.
@@ -44,6 +47,10 @@ _MIN_CHANNEL = 0.3
 # additional token takes as much time as the first, and is useful only once the earlier tokens are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
 
+# Number of Medusa or Hydra heads, as in most published heads. Each head predicts one token further ahead than
+# the previous one.
+_HEADS = 4
+
 
 class UnrolledEagle(Module):
     """A transformer layer that reads the target's token embeddings and hidden states.
@@ -51,9 +58,6 @@ class UnrolledEagle(Module):
     The output matrix is not part of the network, because heads use a copy of the target's. The modules are
     named as in the heads published by SafeAILab and SpecForge, except for `scaled_fc`. It reads hidden states
     whose channels are scaled to about the same size, and the published `fc` reads the states themselves.
-
-    Args:
-        config: The `config.json` of the head.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -70,17 +74,7 @@ class UnrolledEagle(Module):
         In the first step, row t reads the target's hidden state at token t and the embedding of token t + 1,
         and attends to all rows up to its own. In each later step, it reads its own output from the previous
         step and the embedding of the next token, and also attends to its own rows from earlier steps, just as
-        in drafting.
-
-        Args:
-            embeddings: The target's token embeddings [conversations, tokens, size].
-            hidden: The target's scaled hidden states from three layers, concatenated [conversations, tokens,
-                3 size].
-            steps: Number of tokens to draft.
-
-        Yields:
-            For each step j, the head's hidden states [conversations, tokens, size]. The output matrix maps
-            the state of token t to the logits of token t + 2 + j.
+        in drafting. See `TrainableHead.unroll`. The hidden states have been scaled.
         """
         attention = _UnrolledAttention(hidden.shape[1])
         state = self.scaled_fc(hidden)
@@ -122,14 +116,8 @@ class _UnrolledAttention:
 class TrainableEagle(TrainableHead):
     """Implements `TrainableHead` for EAGLE-3 heads, in the layout of SafeAILab and SpecForge.
 
-    Args:
-        teacher: The target that the head drafts for.
-        config: The head's `config.json`.
-        draft_tokens: See `TrainableHead`.
-        output: The output matrix, float32 [draft tokens, size].
-
     Attributes:
-        output: The output matrix.
+        output: The output matrix, float32 [draft tokens, size].
     """
 
     name, title = "eagle3", "EAGLE-3 head"
@@ -237,16 +225,10 @@ class TrainableEagle(TrainableHead):
 
 
 def choose_draft_tokens(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the most frequent tokens that make up `_COVERAGE` of all tokens, in ascending order.
+    """Return the ids of the most frequent tokens that make up `_COVERAGE` of `counts`, in ascending order.
 
     Of equally frequent tokens, those with the lowest ids are chosen, because most tokenizers number frequent
     tokens first.
-
-    Args:
-        counts: How often each token of the vocabulary occurs, int64 [vocabulary].
-
-    Returns:
-        Token ids, int64 [draft tokens].
     """
     frequent = np.argsort(-counts, kind="stable")
     covered = np.cumsum(counts[frequent])
@@ -303,3 +285,150 @@ def _channel_sizes(hidden: NDArray[np.float32]) -> NDArray[np.float32]:
 def _unit_rows(states: NDArray[np.float32]) -> NDArray[np.float32]:
     rows: NDArray[np.float32] = states / np.sqrt((states**2).mean(axis=-1, keepdims=True) + 1e-6)
     return rows
+
+
+class _Block(Module):
+    """A residual block. Before training, it returns its input unchanged, or a linear map of its input."""
+
+    def __init__(self, inputs: int, size: int) -> None:
+        super().__init__()
+        self.linear = Linear(inputs, size)
+        self.linear.update({name: mx.zeros_like(array) for name, array in self.linear.parameters().items()})
+        if inputs > size:
+            self.res_connection = Linear(inputs, size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        shortcut = self.res_connection(x) if "res_connection" in self else x
+        return shortcut + silu(self.linear(x))
+
+
+class _Heads(Module):
+    """The residual blocks of all heads. `blocks[i]` holds the only block of head i."""
+
+    def __init__(self, size: int, reads_tokens: bool) -> None:
+        super().__init__()
+        inputs = [size * (head + 2 if reads_tokens else 1) for head in range(_HEADS)]
+        self.blocks = [[_Block(each, size)] for each in inputs]
+
+
+class _TrainableHeads(TrainableHead):
+    """Heads that read the target's final hidden state and use the target's LM head."""
+
+    reads_tokens: ClassVar[bool]
+    # Prefix of the residual blocks' names in the published layout.
+    prefix: ClassVar[str]
+
+    def __init__(self, teacher: TeacherModel, config: Mapping[str, Any]) -> None:
+        self._heads = _Heads(teacher.size, self.reads_tokens)
+        super().__init__(self._heads, config)
+        self.states = (POST_NORM,)
+        self.draft_tokens = np.arange(teacher.vocabulary.size)
+        self._teacher, self._lm_head = teacher, teacher.lm_head()
+
+    @classmethod
+    def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:  # noqa: ARG003
+        return cls(
+            teacher,
+            {
+                f"{cls.name}_num_heads": _HEADS,
+                f"{cls.name}_num_layers": 1,
+                "base_model_name_or_path": Path(teacher.name).name,
+            },
+        )
+
+    @classmethod
+    def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
+        head = cls(teacher, config)
+        blocks = {
+            f"blocks.{name.removeprefix(cls.prefix)}": array.astype(mx.float32)
+            for name, array in arrays.items()
+        }
+        head.net.load_weights(list(blocks.items()))
+        return head
+
+    def steps(self, done: float) -> int:  # noqa: ARG002 - all heads are trained from the beginning
+        return _HEADS
+
+    def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
+        inputs = hidden
+        for (block,) in self._heads.blocks[:steps]:
+            if self.reads_tokens:
+                embeddings = mx.concatenate([embeddings[:, 1:], mx.zeros_like(embeddings[:, :1])], axis=1)
+                inputs = mx.concatenate([inputs, embeddings], axis=-1)
+            yield block(inputs)
+
+    def logits(self, states: mx.array) -> mx.array:
+        return self._lm_head(states)
+
+    def published(self) -> Arrays:
+        return {
+            self.prefix + name.removeprefix("blocks."): array.astype(mx.float16)
+            for name, array in self.weights.items()
+        }
+
+
+class TrainableMedusa(_TrainableHeads):
+    """Medusa heads without output matrices, as written by Medusa's current training script."""
+
+    name, title = "medusa", "Medusa heads"
+    weights_file = "medusa_lm_head.safetensors"
+    reads_tokens, prefix = False, ""
+
+
+class TrainableHydra(_TrainableHeads):
+    """Hydra heads. Their published layout contains a copy of the target's output matrix for each head."""
+
+    name, title = "hydra", "Hydra heads"
+    weights_file = "hydra_lm_head.safetensors"
+    reads_tokens, prefix = True, "hydra_mlp."
+
+    @classmethod
+    def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
+        head = super().create(teacher, examples, counts)
+        head.config = {
+            **head.config, "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
+        }  # fmt: skip
+        head._choose_initial_weights(examples)
+        return head
+
+    def _choose_initial_weights(self, examples: TrainingBatch) -> None:
+        """Initialise each head with the linear map that best predicts the target's later hidden state.
+
+        Medusa heads cannot be initialised this way, because the shortcut in their residual blocks is the
+        identity.
+        """
+        teacher, tokens = self._teacher, examples.tokens
+        embeddings = np.array(teacher.embed(mx.array(tokens)))
+        states = np.array(teacher.states(tokens, self.states).hidden)
+        # Scale both inputs to a root mean square of about one, because ridge regression would suppress small
+        # inputs.
+        state_scale, token_scale = (1.0 / np.sqrt((each**2).mean() + 1e-6) for each in (states, embeddings))
+        weights = self.weights
+        for head in range(_HEADS):
+            count = max(0, tokens.shape[1] - 1 - head)
+            following = [embeddings[:, n : n + count] * token_scale for n in range(1, head + 2)]
+            inputs = np.concatenate([states[:, :count] * state_scale, *following], axis=-1)
+            goals = states[:, 1 + head : 1 + head + count]
+            solution = least_squares(inputs.reshape(-1, inputs.shape[-1]), goals.reshape(-1, teacher.size))
+            scales = np.repeat([state_scale, *[token_scale] * (head + 1)], teacher.size)
+            shortcut = f"blocks.{head}.0.res_connection"
+            weights[f"{shortcut}.weight"] = mx.array((solution.T * scales).astype(np.float32))
+            weights[f"{shortcut}.bias"] = mx.zeros_like(weights[f"{shortcut}.bias"])
+        self.weights = weights
+        evaluate(*weights.values())
+
+    @classmethod
+    def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
+        outputs = [arrays.pop(f"hydra_lm_head.{head}.weight") for head in range(_HEADS)]
+        own = cls._output(teacher)
+        if not all(mx.array_equal(output, own).item() for output in outputs):
+            raise ValueError("the output matrices of the heads differ from the model's")
+        return super().read(teacher, config, arrays)
+
+    def published(self) -> Arrays:
+        output = self._output(self._teacher)
+        return {**super().published(), **{f"hydra_lm_head.{head}.weight": output for head in range(_HEADS)}}
+
+    @staticmethod
+    def _output(teacher: TeacherModel) -> mx.array:
+        return teacher.output_rows(mx.arange(teacher.vocabulary.size)).astype(mx.float16)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -16,20 +18,69 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.eagle import EagleHead, estimate_head
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, ClosedError
+from edgespec.errors import CancelledError, CapabilityError, ClosedError, MemoryBudgetError, ModelFileError
 from edgespec.methods.draft_cache import HeadCache
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.hidden_states import POST_NORM
 from edgespec.store.catalogue import models_folder
+from tests.backends.damaged_heads import check_same_replies
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.mlx.eagle.targets import CONTEXT, KINDS, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering
 from tests.model.heads.published import LAYOUTS, Layout, write_head
+from tests.raising import raises
+
+CONTEXT = 512
+SIZE = 64
+KINDS = ("llama", "gemma3", "qwen3_next", "llama_sliding", "lfm2")
+# These exist in all tiny models.
+STATES = [0, 1, 2]
+
+
+class Files:
+    """Targets and heads, each written when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def target(self, kind: str, **options: Any) -> Path:
+        path = self._folder / f"{kind}{len(options) or ''}"
+        return path if path.exists() else write_checkpoint(path, kind, **options)
+
+    def head(self, layout: Layout = "SafeAILab", **options: Any) -> Path:
+        path = self._folder / f"{layout}{'-'.join(map(str, options))}"
+        if path.exists():
+            return path
+        draft_vocab = None if layout == "EAGLE-1" else 200
+        defaults: dict[str, Any] = {"size": SIZE, "vocab": ROWS, "draft_vocab": draft_vocab}
+        if layout != "EAGLE-1":
+            defaults["eagle_aux_hidden_state_layer_ids"] = STATES
+        return write_head(path, layout, **{**defaults, **options})
+
+    def load(self, kind: str = "llama", **options: Any) -> Any:
+        return mlx.load(str(self.target(kind, **options)), kind, LoadOptions(context_tokens=CONTEXT))
+
+
+def head_of(target: Any, path: Path) -> EagleHead:
+    head = target.self_draft(Head("eagle", path))
+    assert isinstance(head, EagleHead)
+    return head
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture
+def target(files: Files) -> Iterator[MlxModel]:
+    model = files.load()
+    yield model
+    model.close()
 
 
 @pytest.mark.long
@@ -245,3 +296,84 @@ def test_a_head_drafts_in_another_thread_than_it_was_loaded_in(files: Files, tar
     thread.start()
     thread.join()
     np.testing.assert_allclose(found[0], first_logits(head, HeadCache(head), [5, 6, 7, 8]), atol=1e-5)
+
+
+def write_own_head(folder: Path, **options: Any) -> Path:
+    """Write a head for the tiny target, with some changed settings or tensors."""
+    defaults: dict[str, Any] = {"size": SIZE, "vocab": ROWS, "eagle_aux_hidden_state_layer_ids": STATES}
+    return write_head(folder / "head", **{**defaults, **options})
+
+
+def down_proj(value: float) -> dict[str, Any]:
+    return {"changes": {"layer.mlp.down_proj.weight": np.full((SIZE, 64), value, np.float32)}}
+
+
+LLAMA3 = {"factor": 0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ({"size": 32}, "head_mismatch", "hidden states of size 32"),
+        ({"vocab": ROWS + 1}, "head_mismatch", "a vocabulary of size"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "head_mismatch", "reads the layers"),
+        (down_proj(np.nan), "model_file_damaged", "not finite"),
+        (down_proj(np.inf), "model_file_damaged", "not finite"),
+        ({"rope_scaling": {"type": "linear"}}, "", ""),
+        ({"rope_scaling": {"type": "unknown"}}, "", ""),
+        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "", ""),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "", ""),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "", ""),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "", ""),
+    ],
+)
+def test_an_unsuitable_head_is_refused(
+    target: MlxModel, tmp_path: Path, options: dict[str, Any], code: str, message: str
+) -> None:
+    path = write_own_head(tmp_path, **options)
+    with pytest.raises((CapabilityError, ModelFileError)) as caught:
+        target.self_draft(Head("eagle", path))
+    assert message in caught.value.what
+    assert caught.value.code in ([code] if code else ["model_file_damaged", "model_file_not_supported"])
+    # Nothing is left open.
+    assert not target.logs.states
+
+
+def test_a_gguf_head_is_refused(target: MlxModel, tmp_path: Path) -> None:
+    (tmp_path / "head.gguf").write_bytes(b"GGUF")
+    with raises(CapabilityError, code="wrong_file"):
+        target.self_draft(Head("eagle", tmp_path / "head.gguf"))
+
+
+@pytest.mark.long
+def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path) -> None:
+    head = write_own_head(tmp_path, **down_proj(1e30))
+    check_same_replies(files.target("llama"), "eagle", head, [0.8])
+
+
+def test_a_head_that_does_not_fit_in_memory_is_refused(files: Files) -> None:
+    path = str(files.target("llama"))
+    needed = mlx.load(path, "llama", LoadOptions(context_tokens=256)).facts
+    limit = needed.weight_bytes + needed.kv_bytes + 1000
+    model = mlx.load(path, "llama", LoadOptions(context_tokens=256, memory_bytes=limit))
+    with pytest.raises(MemoryBudgetError):
+        model.self_draft(Head("eagle", files.head()))
+    model.close()
+
+
+def test_the_estimate_covers_weights_and_cache(files: Files, target: MlxModel) -> None:
+    head = head_of(target, files.head())
+    estimate = estimate_head(Head("eagle", files.head()), files.head(), CONTEXT)
+    assert estimate.bytes_of("weights") == head.facts.weight_bytes
+    assert estimate.bytes_of("cache") == head.facts.kv_bytes
+
+
+def test_a_truncated_head_is_refused(target: MlxModel, tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head", size=SIZE, vocab=ROWS)
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with raises(ModelFileError, "truncated"):
+        target.self_draft(Head("eagle", path))
+    (path / "config.json").write_text(json.dumps({"hidden_size": SIZE}))
+    with pytest.raises(ModelFileError):
+        target.self_draft(Head("eagle", path))
