@@ -38,8 +38,7 @@ from edgespec.decode.request import (
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
-from edgespec.memory.budget import resident_bytes
-from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, resident_bytes
 from edgespec.memory.plan import MemoryPlan, MemoryUse
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods.context import LoadedHead

@@ -17,13 +17,6 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.backoff import Backoff
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
-from edgespec.methods.auto.constants import (
-    MIN_COMPARED_TOKENS,
-    PAUSED_ROUNDS,
-    REMEASURE_TOKENS,
-    SAVE_INTERVAL_SECONDS,
-    TOKENS_PER_RETRY,
-)
 from edgespec.methods.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker, WorstCaseCosts
@@ -32,6 +25,21 @@ from edgespec.methods.running_stats import RunningMean
 from edgespec.system.facts import Facts
 
 __all__ = ["ACTIVE_REPLIES", "ActiveReplies", "AutoConfig", "AutoController"]
+
+# Maximum number of tokens between two measurements of the target step, chosen so that only about 1 % of all
+# tokens are spent on measuring.
+REMEASURE_TOKENS = 96
+# While drafting is paused, consider resuming it only once per this many tokens. The interval was chosen
+# because the check is noticeably slow on small models.
+PAUSED_ROUNDS = 15
+# Minimum seconds between saves of the statistics, chosen to avoid frequent writes.
+SAVE_INTERVAL_SECONDS = 60.0
+# Omit drafters from the report if they saved no time and drafted less than once per this many tokens. The
+# threshold was chosen because drafts that rare are merely retries.
+TOKENS_PER_RETRY = 16
+# Minimum length, in tokens, of a reply whose speed-up is reported. The minimum was chosen because the
+# speed-up of shorter replies varies too much.
+MIN_COMPARED_TOKENS = 16
 
 _KIND = "drafting"  # The kind under which the facts database stores the statistics.
 

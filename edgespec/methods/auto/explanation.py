@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edgespec.methods.auto.constants import FAST_TARGET_SECONDS
 from edgespec.options.methods import CHAT, TERMS, Wording
 
 __all__ = ["ControllerReport", "DraftingStatus"]
+
+# If a target step takes fewer seconds than this and drafting has saved no time, tell the user that the model
+# is too fast to benefit from drafting. The threshold was chosen because the fixed costs of a draft matter
+# more when a target step is short. It affects only this message, not the decision to draft.
+FAST_TARGET_SECONDS = 0.003
 
 
 class ControllerReport(NamedTuple):
