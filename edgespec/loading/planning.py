@@ -31,7 +31,7 @@ from edgespec.memory.fitting import (
 )
 from edgespec.memory.plan import MemoryPlan, shared_items
 from edgespec.memory.prefix_cache.store import default_memory_bytes
-from edgespec.methods.lowbit.substitutes import Substitutes
+from edgespec.methods.lowbit.drafter import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import read_projector
