@@ -205,7 +205,7 @@ def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.methods.model.vocabularies.translation.MIN_TRANSLATED_FRACTION", 2.0)
+            patch.setattr("edgespec.methods.model.translation.MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:
