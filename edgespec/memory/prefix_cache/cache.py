@@ -13,9 +13,15 @@ import numpy as np
 
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
-from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
-from edgespec.memory.prefix_cache.store import ReuseCosts, SegmentStore, reusable_tokens
+from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, Tokens
+from edgespec.memory.prefix_cache.store import (
+    ReuseCosts,
+    Segment,
+    SegmentStore,
+    name_of,
+    reusable_tokens,
+    shared_tokens,
+)
 from edgespec.model.base import LanguageModel
 from edgespec.model.image_tokens import whole_images
 

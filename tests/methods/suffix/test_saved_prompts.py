@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
+from edgespec.methods.suffix.saved_replies import delete_saved_replies
 from tests.methods.suffix.conftest import SIZE, fill, kept, store
 
 

@@ -15,8 +15,8 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.methods.suffix.corpus import saved_replies
-from edgespec.methods.suffix.corpus.saved_replies import SavedReplies, delete_saved_replies
+from edgespec.methods.suffix import saved_replies
+from edgespec.methods.suffix.saved_replies import SavedReplies, delete_saved_replies
 from tests.methods.suffix.conftest import MARK, OTHER, SIZE, fill, kept, store
 
 
@@ -245,7 +245,7 @@ def test_a_file_system_without_locks_is_reported(folder: Path, monkeypatch: pyte
 def test_two_concurrent_processes(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from edgespec.methods.suffix.corpus.saved_replies import SavedReplies\n"
+        "from edgespec.methods.suffix.saved_replies import SavedReplies\n"
         "store = SavedReplies('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
         "for number in range(30): store.add([int(sys.argv[2]), number])\n"
         "assert not store.notice"
