@@ -12,8 +12,7 @@ from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
-from edgespec.methods.auto.controller import AutoController
-from edgespec.methods.auto.explanation import ControllerReport
+from edgespec.methods.auto.controller import AutoController, ControllerReport
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossTracker
 from edgespec.methods.costs.curve import CostCurve

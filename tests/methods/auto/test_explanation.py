@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.methods.auto.explanation import DraftingStatus
+from edgespec.methods.auto.controller import DraftingStatus
 
 # A large target in the middle of a reply, with nothing drafted yet.
 START = DraftingStatus(
