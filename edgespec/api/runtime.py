@@ -42,7 +42,7 @@ from edgespec.errors import CapabilityError, ClosedError, OptionError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, resident_bytes
 from edgespec.memory.plan import MemoryPlan, MemoryUse
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
-from edgespec.methods.context import LoadedHead
+from edgespec.methods.base import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary

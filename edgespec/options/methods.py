@@ -113,7 +113,7 @@ class Method:
         docs: The method's row in the documentation.
         order: The method's rank. Drafts of methods with lower numbers are merged first, and `auto` prefers
             these methods.
-        make: Creates the drafter for a loaded target, given a `DrafterContext` (`methods/context.py`), or
+        make: Creates the drafter for a loaded target, given a `DrafterContext` (`methods/base.py`), or
             returns a `MissingDrafter` with the reason why there is none. For a method that needs a draft
             model, it is called only if one is loaded. Put its imports inside the function, because records
             are read at every start.

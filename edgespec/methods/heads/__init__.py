@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from edgespec.options.methods import HeadKind, HeadTraining, Method, MethodDocs
 
 if TYPE_CHECKING:
-    from edgespec.methods.base import Drafter
-    from edgespec.methods.context import DrafterContext, MissingDrafter
+    from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter
 
 __all__ = ["METHODS", "head_method"]
 

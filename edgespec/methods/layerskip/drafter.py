@@ -13,8 +13,7 @@ import numpy as np
 
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
-from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
+from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.costs.curve import CostFunction, assumed_cost
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import EarlyExit, LanguageModel

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.errors import BackendError, MemoryBudgetError, ModelFileError
-from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
+from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
 from edgespec.store.constants import MAX_ASSUMED_RATE
