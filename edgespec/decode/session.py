@@ -1,4 +1,4 @@
-"""Generate replies with a pool of sessions, one per concurrent reply, and a decoder for each session."""
+"""Generate replies with a pool of sessions, one per concurrent reply."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class SessionPool:
         self.sessions, self.first = sessions, sessions[0]
         # Reentrant, because starting a reply can end an abandoned one, whose callback may start yet another.
         self._starting = threading.RLock()
-        self._closed = False
 
     def start(self, request: Request) -> Session:
         """Reserve the free session whose KV cache saves the most prefill. See `Session.start`.
@@ -96,7 +95,7 @@ class SessionPool:
                 except BusyError as error:
                     busy = error
                 else:
-                    ACTIVE_REPLIES.add(request)
+                    ACTIVE_REPLIES.add(id(session))
                     return session
         raise self._all_busy(busy)
 
@@ -118,12 +117,7 @@ class SessionPool:
         """Return the sessions that are not busy, or all sessions if all are busy.
 
         A busy session may hold an abandoned reply, which ends when another reply starts.
-
-        Raises:
-            ClosedError: The pool was closed.
         """
-        if self._closed:
-            raise ClosedError("the runtime is closed", "load the model again")
         return [session for session in self.sessions if not session.is_busy] or self.sessions
 
     def _all_busy(self, error: BusyError) -> BusyError:
@@ -157,10 +151,6 @@ class SessionPool:
 
     def close(self) -> None:
         """Stop all replies and free the models. Further calls have no effect."""
-        if os.getpid() != self.first.process_id:
-            return
-        with self._starting:
-            self._closed = True
         self.cancel()
         for session in self.sessions:
             session.close()
@@ -181,6 +171,7 @@ class Session:
         memory_pressure: Frees caches when other programs need memory.
         unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
         ended_at: When the last reply ended, or 0 if there was none.
+        target_step_seconds: Moving average of the time for a single-token pass of the target.
     """
 
     def __init__(
@@ -484,9 +475,9 @@ class Session:
 
     def _end(self, request: object) -> None:
         """End a request if it is active, and start idle work. The caller must hold `_state_lock`."""
-        ACTIVE_REPLIES.discard(request)
         if self._active_request is not request:
             return
+        ACTIVE_REPLIES.discard(id(self))
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)

@@ -1,7 +1,7 @@
 """The drafting methods: their records, the registry of records, and a parser for method names.
 
-Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`. The
-methods that draft with a head have no code of their own, so their records are `METHODS` in `heads/`.
+Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
+The methods that draft with a head have no code of their own, so their records are `METHODS` in `heads/`.
 Everything that depends on the set of methods reads these records: options, help, planning, loading, `auto`,
 the chat and the documentation. `Wording` holds the drafting terms used in messages.
 """

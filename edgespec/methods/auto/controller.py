@@ -28,7 +28,6 @@ from edgespec.system.facts import Facts
 
 __all__ = [
     "ACTIVE_REPLIES",
-    "ActiveReplies",
     "AutoConfig",
     "AutoController",
     "ControllerReport",
@@ -57,30 +56,9 @@ FAST_TARGET_SECONDS = 0.003
 _KIND = "drafting"  # The kind under which the facts database stores the statistics.
 
 
-class ActiveReplies:
-    """Thread-safe set of the replies in progress.
-
-    Relies on atomic set operations, because a lock could deadlock if garbage collection calls `discard`.
-    """
-
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-
-    @property
-    def count(self) -> int:
-        """Number of replies in progress."""
-        return len(self._ids)
-
-    def add(self, reply: object) -> None:
-        """Add a reply. Call `discard` before the reply is deleted, because its `id` can be reused."""
-        self._ids.add(id(reply))
-
-    def discard(self, reply: object) -> None:
-        """Remove a reply if it is present."""
-        self._ids.discard(id(reply))
-
-
-ACTIVE_REPLIES = ActiveReplies()
+# The ids of the sessions that are generating a reply. Changing a set is atomic. A lock could deadlock,
+# because garbage collection can end a reply.
+ACTIVE_REPLIES: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +140,7 @@ class AutoController(Drafter):
         run_ahead: Callable[[bool], None] = lambda _: None,
         statistics_key: str = "",
         clock: Callable[[], float] = perf_counter,
-        count_replies: Callable[[], int] = lambda: ACTIVE_REPLIES.count,
+        count_replies: Callable[[], int] = lambda: len(ACTIVE_REPLIES),
         count_threads: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = drafter.name

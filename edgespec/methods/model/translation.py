@@ -23,8 +23,8 @@ MIN_TRANSLATED_FRACTION = 0.5
 # drafted tokens are accepted. The fraction was chosen so that a few missing tokens cause no warning.
 MIN_GOOD_FRACTION = 0.9
 
-# Maximum number of draft model tokens used to spell a target token that the draft model lacks, chosen to bound
-# the width of a pass. If more are needed, only the last ones are used.
+# Maximum number of draft model tokens used to spell a target token that the draft model lacks, chosen to
+# bound the width of a pass. If more are needed, only the last ones are used.
 MAX_SPELLING_TOKENS = 16
 MappingKind = Literal["same", "translated", "retokenised"]
 
