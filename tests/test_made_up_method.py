@@ -15,8 +15,7 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
-from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext, MissingDrafter
+from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter
 from edgespec.options.methods import Method, MethodDocs, register, sources_text
 from tests.made_up import PROMPT, check_commands
 from tests.raising import raises

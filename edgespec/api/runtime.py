@@ -32,17 +32,17 @@ from edgespec.decode.request import (
     ReplySettings,
     Request,
     StreamArguments,
-    checked_prompt,
+    check_prompt,
+    checked_tokens,
     default_max_tokens,
 )
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
-from edgespec.memory.budget import resident_bytes
-from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, resident_bytes
 from edgespec.memory.plan import MemoryPlan, MemoryUse
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
-from edgespec.methods.context import LoadedHead
+from edgespec.methods.base import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
@@ -302,7 +302,8 @@ class Runtime(Replies[ReplyStream]):
             case MessagesPrompt() as prompt:
                 return self._stream_messages(request, prompt)
             case TokensPrompt() as prompt:
-                return self._stream(request, prompt.tokens, prompt.reply_start, whole_text=True)
+                tokens = checked_tokens(prompt.tokens, self._session.target.facts)
+                return self._stream(request, tokens, prompt.reply_start, whole_text=True)
 
     def _stream_text(self, request: ReplyRequest, prompt: TextPrompt) -> ReplyStream:
         built = build_single_prompt(
@@ -473,13 +474,12 @@ class Runtime(Replies[ReplyStream]):
             calls_tool: Whether the constraint is a grammar for tool calls.
             images: The images in the prompt.
         """
-        check_process(self._session.process_id)
         if self._session.closed:
             raise ClosedError("the model is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
         settings, processors = request.settings, request.processors
-        prompt = checked_prompt(tokens, self._session.target.facts, self.context_tokens, images)
+        check_prompt(tokens, self.context_tokens, images)
         if images and settings.prompt_logprobs is not None:
             raise OptionError(
                 "cannot compute the log-probabilities of a prompt that contains images",
@@ -492,7 +492,7 @@ class Runtime(Replies[ReplyStream]):
         if settings.constraint:
             constraint = self._constraints.processor(
                 settings.constraint,
-                text_tokens(prompt) if images else prompt,
+                text_tokens(tokens) if images else tokens,
                 reply_start,
                 text_may_precede=calls_tool,
             )
@@ -516,7 +516,7 @@ class Runtime(Replies[ReplyStream]):
 
         return ReplyStream(
             self._sessions,
-            Request(prompt, settings, processors, images),
+            Request(tuple(tokens), settings, processors, images),
             record,
             request.progress,
             reply_start,

@@ -11,7 +11,7 @@ from edgespec.chat.prompt_history import delete_prompt_history
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.memory.prefix_cache.disk import delete_cached_prefixes
-from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
+from edgespec.methods.suffix.saved_replies import delete_saved_replies
 from edgespec.store.saved_arrays import delete_saved_arrays
 from edgespec.system.facts import Facts
 from edgespec.system.files import data_folder, error_reason, write_advice

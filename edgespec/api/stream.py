@@ -108,7 +108,16 @@ class ReplyStream:
         while not self._chunks:
             if self._ended:
                 raise StopIteration
-            self._advance()
+            call = object()
+            try:
+                if not self._begin(call):
+                    raise BusyError(
+                        "another thread is reading this reply", "read each reply in a single thread"
+                    )
+                self._read_step()
+            finally:
+                if self._call is call:
+                    self._call = None
         return self._chunks.popleft()
 
     @property
@@ -176,16 +185,6 @@ class ReplyStream:
             # Python ignores exceptions here, so also end the reply later if Ctrl-C interrupted its end.
             if not ended:
                 self._session.end_later(self.close)
-
-    def _advance(self) -> None:
-        call = object()
-        try:
-            if not self._begin(call):
-                raise BusyError("another thread is reading this reply", "read each reply in a single thread")
-            self._read_step()
-        finally:
-            if self._call is call:
-                self._call = None
 
     def _begin(self, call: object) -> bool:
         """Let a call read or close the stream, unless another call is doing so. The caller resets `_call`."""

@@ -15,7 +15,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
-from edgespec.model.image_tokens import PreparedImage, contains_image, text_tokens
+from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
 from edgespec.options.reply_options import CONSTRAINT_NAMES
 from edgespec.options.settings import REPLY_OPTIONS, ReplyArguments, check_names
@@ -24,13 +24,15 @@ __all__ = [
     "ReplySettings",
     "Request",
     "StreamArguments",
+    "check_prompt",
     "check_vocabulary",
-    "checked_prompt",
+    "checked_tokens",
     "default_max_tokens",
 ]
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
 _DEFAULT_MAX_TOKENS = 8192
+_SAMPLING_NAMES = SamplingParams.names()
 
 
 class StreamArguments(ReplyArguments, total=False):
@@ -86,7 +88,7 @@ class ReplySettings:
         declared = {
             name: option.default
             for name, option in REPLY_OPTIONS.items()
-            if name not in SamplingParams.names() and name not in CONSTRAINT_NAMES
+            if name not in _SAMPLING_NAMES and name not in CONSTRAINT_NAMES
         }
         scales = tuple(adapter.scale for adapter in facts.adapters)
         declared |= {"adapter_scales": scales, "prompt_logprobs": None, "constraint": None}
@@ -116,7 +118,7 @@ class ReplySettings:
             "max_tokens": default_max_tokens(context_tokens),
             "seed": secrets.randbits(32),
         }
-        sampling = {name: options[name] for name in SamplingParams.names() if name in options}
+        sampling = {name: options[name] for name in _SAMPLING_NAMES if name in options}
         if sampling:
             changes["params"] = replace(self.params, **sampling)
             check_vocabulary("logit_bias", changes["params"].logit_bias, facts)
@@ -162,30 +164,30 @@ class Request:
         )
 
 
-def checked_prompt(
-    tokens: Sequence[int],
-    facts: ModelFacts,
-    context_tokens: int,
-    images: Sequence[PreparedImage] = (),
-) -> tuple[int, ...]:
-    """Validate a prompt, and return its tokens.
-
-    Args:
-        tokens: The prompt's tokens.
-        facts: The target model, whose vocabulary must contain all tokens.
-        context_tokens: Size of the context, which must be large enough for the prompt.
-        images: The images in the prompt.
-
-    Raises:
-        ContextFullError: The prompt is longer than the context.
-        OptionError: The prompt is empty, or contains values that are not token ids of the model.
-    """
+def checked_tokens(tokens: Sequence[int], facts: ModelFacts) -> tuple[int, ...]:
+    """Return a caller's tokens. Raises OptionError unless all are ids of the model's tokens."""
     try:
         tokens = tuple(tokens)
     except TypeError:
         raise OptionError(
             f"the prompt must be a list of token IDs, not {tokens!r}", "use `Runtime.stream` for text"
         ) from None
+    check_vocabulary("prompt", tokens, facts)
+    return tokens
+
+
+def check_prompt(tokens: Sequence[int], context_tokens: int, images: Sequence[PreparedImage] = ()) -> None:
+    """Check that the model can reply to a prompt.
+
+    Args:
+        tokens: The prompt's tokens.
+        context_tokens: Size of the context, which must be large enough for the prompt.
+        images: The images in the prompt.
+
+    Raises:
+        ContextFullError: The prompt is longer than the context.
+        OptionError: The prompt is empty, or ends with an image.
+    """
     if not tokens:
         raise OptionError("the prompt is empty", "enter at least one word", code="prompt_empty")
     if len(tokens) > context_tokens:
@@ -201,8 +203,6 @@ def checked_prompt(
             "add a question about them to the end of the prompt",
             code="prompt_empty",
         )
-    check_vocabulary("prompt", text_tokens(tokens) if images else tokens, facts)
-    return tokens
 
 
 def _adapter_scales(given: Mapping[str, float], facts: ModelFacts) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Generate replies with a pool of sessions, one per concurrent reply, and a decoder for each session."""
+"""Generate replies with a pool of sessions, one per concurrent reply."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, MIN_ROOM_TOKENS
-from edgespec.memory.context_resize import ResizableContext
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache.cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
 from edgespec.methods.auto.controller import ACTIVE_REPLIES, AutoController
 from edgespec.methods.base import Drafter
-from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
 from edgespec.model.image_tokens import text_tokens
 from edgespec.system.checks import check_process
 
-__all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_target_step"]
+__all__ = ["Session", "SessionModels", "SessionPool", "measure_target_step"]
+
+# Weight of the newest token in the moving average of the time per token without drafting, chosen to average
+# over about five tokens.
+PLAIN_STEP_WEIGHT = 0.2
 
 # Number of target passes between updates of the drafting statistics. Updating them after every pass would
 # slow down small models.
@@ -71,7 +74,6 @@ class SessionPool:
         self.sessions, self.first = sessions, sessions[0]
         # Reentrant, because starting a reply can end an abandoned one, whose callback may start yet another.
         self._starting = threading.RLock()
-        self._closed = False
 
     def start(self, request: Request) -> Session:
         """Reserve the free session whose KV cache saves the most prefill. See `Session.start`.
@@ -93,7 +95,7 @@ class SessionPool:
                 except BusyError as error:
                     busy = error
                 else:
-                    ACTIVE_REPLIES.add(request)
+                    ACTIVE_REPLIES.add(id(session))
                     return session
         raise self._all_busy(busy)
 
@@ -115,12 +117,7 @@ class SessionPool:
         """Return the sessions that are not busy, or all sessions if all are busy.
 
         A busy session may hold an abandoned reply, which ends when another reply starts.
-
-        Raises:
-            ClosedError: The pool was closed.
         """
-        if self._closed:
-            raise ClosedError("the runtime is closed", "load the model again")
         return [session for session in self.sessions if not session.is_busy] or self.sessions
 
     def _all_busy(self, error: BusyError) -> BusyError:
@@ -154,10 +151,6 @@ class SessionPool:
 
     def close(self) -> None:
         """Stop all replies and free the models. Further calls have no effect."""
-        if os.getpid() != self.first.process_id:
-            return
-        with self._starting:
-            self._closed = True
         self.cancel()
         for session in self.sessions:
             session.close()
@@ -178,6 +171,7 @@ class Session:
         memory_pressure: Frees caches when other programs need memory.
         unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
         ended_at: When the last reply ended, or 0 if there was none.
+        target_step_seconds: Moving average of the time for a single-token pass of the target.
     """
 
     def __init__(
@@ -210,26 +204,20 @@ class Session:
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        target_step_seconds = target_step_seconds or measure_target_step(target)
+        # The last reply's drafters that have work to do between replies.
+        self._idle_drafters: Sequence[Drafter] = ()
+        self.target_step_seconds = target_step_seconds or measure_target_step(target)
         if prefix_cache:
-            prefix_cache.reuse_costs.assume_target_step(target_step_seconds)
+            prefix_cache.reuse_costs.assume_target_step(self.target_step_seconds)
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
         heads = [head.state for head in drafters.heads]
         self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure, heads)
-        self._decoder = ReplyDecoder(
-            target, drafters, self._target_cache, self.context, self.memory_pressure, target_step_seconds
-        )
         _open_sessions.add(self)
 
     @property
     def closed(self) -> bool:
         return self._closing
-
-    @property
-    def target_step_seconds(self) -> float:
-        """Moving average of the time for a single-token pass of the target."""
-        return self._decoder.target_step_seconds
 
     @property
     def is_busy(self) -> bool:
@@ -262,13 +250,137 @@ class Session:
             stats: Statistics to update.
             progress: Called during prefill.
         """
-        return self._decoder.steps(
-            request,
+
+        def must_stop() -> bool:
+            return self._stopping or is_cancelled()
+
+        settings = request.settings
+        try:
+            drafter, _ = self.drafters.choose(settings.method, request.kind)
+        except CancelledError:
+            yield Step((), 0, "cancelled")
+            return
+        if isinstance(drafter, AutoController):
+            drafter.limit_loss(settings.max_loss)
+        # The target cache keeps a reference to this list, so the reply's tokens are appended to it in place.
+        tokens = list(request.tokens)
+        self._idle_drafters = ()
+        first_logits: Logits | None = None
+        scores: tuple[TokenLogprob, ...] | None = None
+        started = now()
+        stats.prompt_tokens = len(tokens)
+        try:
+            if not must_stop():
+                if self._target_cache.use_adapters(settings.adapter_scales):
+                    # Reset the drafters, because heads cache values computed from hidden states under the
+                    # previous adapter scales.
+                    self.drafters.reset()
+                if settings.prompt_logprobs is not None:
+                    scores = self._target_cache.score(tokens, settings.prompt_logprobs, stats, progress)
+                if settings.max_tokens:
+                    first_logits = self._prefill(request, tokens, drafter, stats, progress)
+        except CancelledError:
+            yield Step((), 0, "cancelled")
+            return
+        finally:
+            stats.prefill_seconds = now() - started - stats.growth_seconds
+        if scores is not None:
+            # Do not count these tokens as a cache hit, because scoring the prompt has only just cached them.
+            stats.cached_prompt_tokens = 0
+            yield Step((), 0, None, prompt_logprobs=scores)
+        if not settings.max_tokens:
+            yield Step((), 0, "cancelled" if must_stop() else "length")
+            return
+        drafted_tokens, decode_seconds = 0, 0.0
+        for step in self._decode(request, tokens, drafter, first_logits, is_stop, must_stop, stats):
+            tokens.extend(step.tokens)
+            if stats.decoded_tokens and step.tokens and stats.drafted_tokens == drafted_tokens:
+                step_seconds = stats.decode_seconds - decode_seconds
+                self.target_step_seconds += PLAIN_STEP_WEIGHT * (step_seconds - self.target_step_seconds)
+            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
+            if stats.ttft_seconds is None and step.tokens:
+                stats.ttft_seconds = now() - started
+            ended = step.finish_reason is not None
+            self._update_stats(drafter, stats, ended=ended)
+            yield step
+            if self.context.needs_room and not (ended or must_stop()):
+                stats.growth_seconds += self.context.make_room()
+            self.memory_pressure.check_during_reply()
+
+    def _prefill(
+        self,
+        request: Request,
+        tokens: list[int],
+        drafter: Drafter | None,
+        stats: Stats,
+        progress: Progress | None,
+    ) -> Logits | None:
+        """Run the prompt through the target and the drafter, and return the logits for the first token."""
+        room = min(request.settings.max_tokens, MIN_ROOM_TOKENS)
+        first_logits = self._target_cache.prepare(tokens, room, stats, progress)
+        self.target.run_ahead(drafter is None)
+        if drafter:
+            # Drafts depend only on the text, because no drafter can see images.
+            drafter.begin(text_tokens(tokens) if request.images else tokens)
+            _count_draft_memory(stats, drafter)
+            self._idle_drafters = drafters_with_idle_work(drafter)
+        chained = self.drafters.chain_model(request.settings.method, limited=request.kind.limited)
+        self.target.pipeline_with(chained)
+        return first_logits
+
+    def _decode(
+        self,
+        request: Request,
+        tokens: list[int],
+        drafter: Drafter | None,
+        first_logits: Logits | None,
+        is_stop: Callable[[int], bool],
+        must_stop: Callable[[], bool],
+        stats: Stats,
+    ) -> Iterator[Step]:
+        settings = request.settings
+        facts, capabilities = self.target.facts, self.target.facts.capabilities
+        is_rejection = settings.acceptance == "rejection"
+        return decode(
+            self.target,
+            drafter,
+            Rejection(RandomDraws(settings.seed)) if is_rejection else Invariant(),
+            Sampler(
+                settings.params,
+                settings.seed,
+                text_tokens(tokens) if request.images else tokens,
+                request.processors,
+            ),
+            tokens[-1],
+            first_logits,
+            vocab_size=facts.vocab_size,
+            max_width=capabilities.max_width,
+            max_branches=capabilities.max_branches if capabilities.tree else 1,
+            draft_length=settings.max_draft_length(drafter.chooses_length) if drafter else 0,
+            max_tokens=settings.max_tokens,
             is_stop=is_stop,
-            must_stop=lambda: self._stopping or is_cancelled(),
+            is_cancelled=must_stop,
             stats=stats,
-            progress=progress,
+            logprobs=settings.logprobs,
         )
+
+    def _update_stats(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
+        """Update the reply's statistics after a step.
+
+        Drafting statistics are updated every few passes and at the end of the reply.
+        """
+        if stats.worst_case_loss is None:
+            stats.target_step_seconds = self.target_step_seconds
+        stats.busy_passes += self.target.threads < self.target.max_threads
+        reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
+        if reports:
+            stats.threads = self.target.threads
+        if reports and isinstance(drafter, AutoController):
+            report = drafter.report()
+            stats.target_step_seconds = report.target_step_seconds
+            stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
+        if drafter and ended:
+            _count_draft_memory(stats, drafter)
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
         """Return the next step, or None when the reply has ended. The last step contains the finish reason.
@@ -363,15 +475,15 @@ class Session:
 
     def _end(self, request: object) -> None:
         """End a request if it is active, and start idle work. The caller must hold `_state_lock`."""
-        ACTIVE_REPLIES.discard(request)
         if self._active_request is not request:
             return
+        ACTIVE_REPLIES.discard(id(self))
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)
         self._active_request, self.ended_at = None, now()
         if not self._closing and (
-            self._decoder.idle_drafters
+            self._idle_drafters
             or self._target_cache.saves_to_disk
             or self._target_cache.has_reply_to_read
             or self.memory_pressure.can_reclaim
@@ -412,7 +524,7 @@ class Session:
             # Ctrl-C between `start` and `try` would leave the session busy.
             self.start(borrower)
             with self._compute_lock:
-                self._decoder.idle_drafters = ()
+                self._idle_drafters = ()
                 self._target_cache.set_aside()
                 yield self.target
         finally:
@@ -470,7 +582,7 @@ class Session:
                 # The target cache is still recording the tokens of a reply.
                 return
             succeeded = self._idle_worker.run_drafters(
-                self._decoder.idle_drafters,
+                self._idle_drafters,
                 lambda: not self._closing and self._active_request is None and should_continue(),
             )
             if self._closed:
@@ -491,7 +603,7 @@ class Session:
         if self._target_cache.has_reply_to_read:
             self._read_reply(should_continue)
         self.save_prefix_cache(should_continue)
-        if self._decoder.idle_drafters:
+        if self._idle_drafters:
             self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
@@ -557,175 +669,6 @@ class Session:
     def _interrupt(self, interrupted: bool) -> None:
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
-
-
-class ReplyDecoder:
-    """Prefills and decodes one reply at a time. Owned by a `Session`, whose locks protect it.
-
-    Args:
-        target: The model to decode with.
-        drafters: The drafters for all methods that a reply can use.
-        target_cache: Prepares the target's KV cache for a prompt.
-        context: Resizes the KV caches as a reply grows.
-        memory_pressure: Frees caches when other programs need memory.
-        target_step_seconds: Measured time for a single-token pass of the target.
-
-    Attributes:
-        target_step_seconds: Moving average of the time for a single-token pass of the target.
-        idle_drafters: The last reply's drafters that have work to do between replies.
-    """
-
-    def __init__(
-        self,
-        target: LanguageModel,
-        drafters: DrafterSet,
-        target_cache: TargetCache,
-        context: ResizableContext,
-        memory_pressure: MemoryPressure,
-        target_step_seconds: float,
-    ) -> None:
-        self._target, self._drafters, self._target_cache = target, drafters, target_cache
-        self._context, self._memory_pressure = context, memory_pressure
-        self.target_step_seconds = target_step_seconds
-        self.idle_drafters: Sequence[Drafter] = ()
-
-    def steps(
-        self,
-        request: Request,
-        *,
-        is_stop: Callable[[int], bool],
-        must_stop: Callable[[], bool],
-        stats: Stats,
-        progress: Progress | None,
-    ) -> Iterator[Step]:
-        """Yield the steps of a reply. See `Session.steps`."""
-        settings = request.settings
-        try:
-            drafter, _ = self._drafters.choose(settings.method, request.kind)
-        except CancelledError:
-            yield Step((), 0, "cancelled")
-            return
-        if isinstance(drafter, AutoController):
-            drafter.limit_loss(settings.max_loss)
-        # The target cache keeps a reference to this list, so the reply's tokens are appended to it in place.
-        tokens = list(request.tokens)
-        self.idle_drafters = ()
-        first_logits: Logits | None = None
-        scores: tuple[TokenLogprob, ...] | None = None
-        started = now()
-        stats.prompt_tokens = len(tokens)
-        try:
-            if not must_stop():
-                if self._target_cache.use_adapters(settings.adapter_scales):
-                    # Reset the drafters, because heads cache values computed from hidden states under the
-                    # previous adapter scales.
-                    self._drafters.reset()
-                if settings.prompt_logprobs is not None:
-                    scores = self._target_cache.score(tokens, settings.prompt_logprobs, stats, progress)
-                if settings.max_tokens:
-                    first_logits = self._prefill(request, tokens, drafter, stats, progress)
-        except CancelledError:
-            yield Step((), 0, "cancelled")
-            return
-        finally:
-            stats.prefill_seconds = now() - started - stats.growth_seconds
-        if scores is not None:
-            # Do not count these tokens as a cache hit, because scoring the prompt has only just cached them.
-            stats.cached_prompt_tokens = 0
-            yield Step((), 0, None, prompt_logprobs=scores)
-        if not settings.max_tokens:
-            yield Step((), 0, "cancelled" if must_stop() else "length")
-            return
-        drafted_tokens, decode_seconds = 0, 0.0
-        for step in self._decode(request, tokens, drafter, first_logits, is_stop, must_stop, stats):
-            tokens.extend(step.tokens)
-            if stats.decoded_tokens and step.tokens and stats.drafted_tokens == drafted_tokens:
-                step_seconds = stats.decode_seconds - decode_seconds
-                self.target_step_seconds += PLAIN_STEP_WEIGHT * (step_seconds - self.target_step_seconds)
-            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
-            if stats.ttft_seconds is None and step.tokens:
-                stats.ttft_seconds = now() - started
-            ended = step.finish_reason is not None
-            self._record(drafter, stats, ended=ended)
-            yield step
-            if self._context.needs_room and not (ended or must_stop()):
-                stats.growth_seconds += self._context.make_room()
-            self._memory_pressure.check_during_reply()
-
-    def _prefill(
-        self,
-        request: Request,
-        tokens: list[int],
-        drafter: Drafter | None,
-        stats: Stats,
-        progress: Progress | None,
-    ) -> Logits | None:
-        """Run the prompt through the target and the drafter, and return the logits for the first token."""
-        room = min(request.settings.max_tokens, MIN_ROOM_TOKENS)
-        first_logits = self._target_cache.prepare(tokens, room, stats, progress)
-        self._target.run_ahead(drafter is None)
-        if drafter:
-            # Drafts depend only on the text, because no drafter can see images.
-            drafter.begin(text_tokens(tokens) if request.images else tokens)
-            _count_draft_memory(stats, drafter)
-            self.idle_drafters = drafters_with_idle_work(drafter)
-        chained = self._drafters.chain_model(request.settings.method, limited=request.kind.limited)
-        self._target.pipeline_with(chained)
-        return first_logits
-
-    def _decode(
-        self,
-        request: Request,
-        tokens: list[int],
-        drafter: Drafter | None,
-        first_logits: Logits | None,
-        is_stop: Callable[[int], bool],
-        must_stop: Callable[[], bool],
-        stats: Stats,
-    ) -> Iterator[Step]:
-        settings = request.settings
-        facts, capabilities = self._target.facts, self._target.facts.capabilities
-        is_rejection = settings.acceptance == "rejection"
-        return decode(
-            self._target,
-            drafter,
-            Rejection(RandomDraws(settings.seed)) if is_rejection else Invariant(),
-            Sampler(
-                settings.params,
-                settings.seed,
-                text_tokens(tokens) if request.images else tokens,
-                request.processors,
-            ),
-            tokens[-1],
-            first_logits,
-            vocab_size=facts.vocab_size,
-            max_width=capabilities.max_width,
-            max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=settings.max_draft_length(drafter.chooses_length) if drafter else 0,
-            max_tokens=settings.max_tokens,
-            is_stop=is_stop,
-            is_cancelled=must_stop,
-            stats=stats,
-            logprobs=settings.logprobs,
-        )
-
-    def _record(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
-        """Update the reply's statistics after a step.
-
-        Drafting statistics are updated every few passes and at the end of the reply.
-        """
-        if stats.worst_case_loss is None:
-            stats.target_step_seconds = self.target_step_seconds
-        stats.busy_passes += self._target.threads < self._target.max_threads
-        reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
-        if reports:
-            stats.threads = self._target.threads
-        if reports and isinstance(drafter, AutoController):
-            report = drafter.report()
-            stats.target_step_seconds = report.target_step_seconds
-            stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
-        if drafter and ended:
-            _count_draft_memory(stats, drafter)
 
 
 def measure_target_step(target: LanguageModel) -> float:

@@ -11,8 +11,7 @@ from edgespec.loading.prepare.calibration import calibration_prompt
 from edgespec.methods.auto.controller import AutoConfig
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits
-from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext, MissingDrafter
+from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter
 from edgespec.methods.costs.curve import CostCurve, assumed_cost
 from edgespec.methods.costs.target_costs import PassCosts
 from edgespec.model.base import LanguageModel, Progress

@@ -14,7 +14,7 @@ from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draf
 from edgespec.memory.budget import Budget
 from edgespec.memory.fitting import PlanChoice
 from edgespec.memory.plan import Item, MemoryPlan, Streaming, create_items, shared_items
-from edgespec.methods.lowbit.substitutes import Substitutes
+from edgespec.methods.lowbit.drafter import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import estimate_projector

@@ -11,9 +11,9 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, options_in_pair
 from edgespec.methods.base import Drafter
 from edgespec.methods.costs.target_costs import settings_key, use_fastest_threads
-from edgespec.methods.model.vocabularies.retokenised import RetokenisedDrafter
-from edgespec.methods.model.vocabularies.translated import TranslatedModel
-from edgespec.methods.model.vocabularies.translation import VocabularyComparison, compare_vocabularies
+from edgespec.methods.model.retokenised import RetokenisedDrafter
+from edgespec.methods.model.translated import TranslatedModel
+from edgespec.methods.model.translation import VocabularyComparison, compare_vocabularies
 from edgespec.methods.model.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import ModelFacts

@@ -11,7 +11,7 @@ from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, plan_pair
 from edgespec.loading.prepare.substitutes import estimate_substitutes, write_substitutes
 from edgespec.memory.budget import Budget
-from edgespec.methods.lowbit.substitutes import Substitutes
+from edgespec.methods.lowbit.drafter import Substitutes
 from edgespec.model.base import Progress
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable

@@ -15,7 +15,6 @@ from edgespec.engine.loop import Verifier
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
 from edgespec.memory.prefix_cache.store import reusable_tokens
@@ -25,7 +24,19 @@ from edgespec.model.base_model import scaled_progress
 from edgespec.model.image_tokens import end_of_images, token_runs, whole_images
 from edgespec.model.model_facts import Capabilities
 
-__all__ = ["TargetCache", "read_prompt", "score"]
+__all__ = ["READ_TOKENS", "TargetCache", "read_prompt", "score"]
+
+# Number of tokens per pass over a prompt if KV cells depend on how it is split into passes. Only the last
+# pass over whole blocks, and the pass over the tokens after them, can be shorter. Also the size of a block if
+# no smaller one is known to give the same KV cells. The number was chosen to limit the number of passes over
+# a prompt.
+READ_TOKENS = 256
+
+# Number of tokens per pass when reprocessing a reply in idle time. The value was chosen to be small, because
+# a new request may have to wait for one such pass.
+IDLE_READ_TOKENS = 64
+# Maximum number of tokens per pass when scoring a prompt. It was chosen to limit the memory for logits.
+SCORED_TOKENS = 64
 
 
 class TargetCache:
@@ -177,16 +188,25 @@ class TargetCache:
         if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
             cache.restore(segment, tokens, target.length)
-        self._truncate_to_blocks(tokens)
+        if (whole := self._reusable(tokens, target.length)) < target.length:
+            target.truncate(whole)
+            # If a recurrent model has kept fewer tokens than `whole`, clear the KV cache.
+            if target.length < whole:
+                target.truncate(0)
         cached = stats.cached_prompt_tokens = self._keep_for_heads(tokens)
         self._tokens = tokens
         self._prefilled_tokens = cached
         last, done = len(tokens) - 1, 0.0
         if cache and (branch := self._reusable(tokens, cache.branch_point(tokens, cached))) > cached:
             done = (branch - cached) / (last - cached)
-            self._prefill(branch, progress and scaled_progress(progress, 0.0, done))
+            started = now()
+            _prefill(target, tokens[:branch], progress and scaled_progress(progress, 0.0, done))
+            self._record_prefill(branch, branch - cached, started)
             cache.add_branch_point(tokens[:branch])
-        return self._prefill_prompt(tokens, progress and scaled_progress(progress, done, 1.0 - done))
+        begin, started = target.length, now()
+        logits = read_prompt(target, tokens, progress and scaled_progress(progress, done, 1.0 - done))
+        self._record_prefill(last, last - begin, started)
+        return logits
 
     def _make_room(self, prompt_tokens: int, extra_tokens: int, stats: Stats) -> None:
         """Grow the context to fit a prompt and `extra_tokens` more. Raises ContextFullError."""
@@ -237,14 +257,6 @@ class TargetCache:
             self._target.truncate(reusable)
             self.sync_length()
 
-    def _truncate_to_blocks(self, tokens: Sequence[int]) -> None:
-        length = self._target.length
-        if (whole := self._reusable(tokens, length)) < length:
-            self._target.truncate(whole)
-            # If a recurrent model has kept fewer tokens than `whole`, clear the KV cache.
-            if self._target.length < whole:
-                self._target.truncate(0)
-
     def _keep_for_heads(self, tokens: list[int]) -> int:
         """Drop the last token if a head needs its hidden state, and return how many tokens are left.
 
@@ -258,20 +270,8 @@ class TargetCache:
             self._target.truncate(whole_images(tokens, length - 1))
         return self._target.length
 
-    def _prefill_prompt(self, tokens: Sequence[int], progress: Progress | None) -> Logits | None:
-        begin, started = self._target.length, now()
-        logits = read_prompt(self._target, tokens, progress)
-        self._prefilled_tokens = len(tokens) - 1
-        self._record_prefill(len(tokens) - 1 - begin, started)
-        return logits
-
-    def _prefill(self, end: int, progress: Progress | None) -> None:
-        begin, started = self._target.length, now()
-        _prefill(self._target, self._tokens[:end], progress)
+    def _record_prefill(self, end: int, tokens: int, started: float) -> None:
         self._prefilled_tokens = end
-        self._record_prefill(end - begin, started)
-
-    def _record_prefill(self, tokens: int, started: float) -> None:
         if self._prefix_cache:
             self._prefix_cache.reuse_costs.record_prefill(tokens, now() - started)
 

@@ -1,6 +1,7 @@
 """The drafting methods: their records, the registry of records, and a parser for method names.
 
 Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
+The methods that draft with a head have no code of their own, so their records are `METHODS` in `heads/`.
 Everything that depends on the set of methods reads these records: options, help, planning, loading, `auto`,
 the chat and the documentation. `Wording` holds the drafting terms used in messages.
 """
@@ -112,7 +113,7 @@ class Method:
         docs: The method's row in the documentation.
         order: The method's rank. Drafts of methods with lower numbers are merged first, and `auto` prefers
             these methods.
-        make: Creates the drafter for a loaded target, given a `DrafterContext` (`methods/context.py`), or
+        make: Creates the drafter for a loaded target, given a `DrafterContext` (`methods/base.py`), or
             returns a `MissingDrafter` with the reason why there is none. For a method that needs a draft
             model, it is called only if one is loaded. Put its imports inside the function, because records
             are read at every start.
@@ -184,7 +185,8 @@ _registered: list[Method] = []
 def _built_in() -> tuple[Method, ...]:
     folders = pkgutil.iter_modules(import_module(_PACKAGE).__path__, f"{_PACKAGE}.")
     modules = [vars(import_module(folder.name)) for folder in folders if folder.ispkg]
-    return tuple(module["METHOD"] for module in modules if "METHOD" in module)
+    single = (module["METHOD"] for module in modules if "METHOD" in module)
+    return (*single, *(record for module in modules for record in module.get("METHODS", ())))
 
 
 def register(added: Method) -> Callable[[], None]:

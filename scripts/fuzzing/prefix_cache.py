@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, encode_header, read_header
-from edgespec.memory.prefix_cache.segments import name_of, tokens_digest
+from edgespec.memory.prefix_cache.store import name_of, tokens_digest
 from edgespec.model.base import Snapshot
 from scripts.fuzzing.mutations import damage, damage_json, several
 from scripts.fuzzing.worker import Files

@@ -16,7 +16,7 @@ from typing import Any
 import edgespec
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
-from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.system.heap import release_free_memory
 
 __all__ = ["Cell"]

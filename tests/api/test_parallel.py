@@ -102,7 +102,7 @@ def test_concurrent_replies_equal_single_ones(
         check_equal(alone, prompt, reply, plain, temperature)
     drafted = sum(reply.stats.drafted_tokens for reply in replies)
     assert bool(drafted) == (method != "none")
-    assert ACTIVE_REPLIES.count == 0
+    assert not ACTIVE_REPLIES
 
 
 def test_a_further_reply_raises_busy(pair: Runtime) -> None:
@@ -181,7 +181,7 @@ def test_a_failing_reply_does_not_affect_the_others(alone: Runtime, pair: Runtim
             with pytest.raises(RuntimeError, match="broken"):
                 pair.generate(HOWTO, processors=[Failing()], max_tokens=20, method="none")
         check_equal(alone, prompt, other.result(), expected, 0.0)
-    assert ACTIVE_REPLIES.count == 0
+    assert not ACTIVE_REPLIES
 
 
 def test_cancelling_one_reply_keeps_the_other(alone: Runtime, pair: Runtime) -> None:
@@ -253,7 +253,7 @@ def test_closing_during_replies() -> None:
             queued[2].wait()
     with pytest.raises(ClosedError):
         runtime.generate(HOWTO)
-    assert ACTIVE_REPLIES.count == 0
+    assert not ACTIVE_REPLIES
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from edgespec.errors import (
     ModelFileError,
     OptionError,
 )
-from edgespec.methods.model.vocabularies.translation import compare_vocabularies
+from edgespec.methods.model.translation import compare_vocabularies
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.backends.split_gguf import write_parts

@@ -19,7 +19,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.model import load
 from edgespec.errors import ModelFileError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
-from edgespec.methods.model.vocabularies.translation import compare_vocabularies
+from edgespec.methods.model.translation import compare_vocabularies
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import file_type_name, read_gguf_info

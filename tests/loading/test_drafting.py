@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import edgespec
-import edgespec.methods.model.vocabularies.translation as comparison
+import edgespec.methods.model.translation as comparison
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit

@@ -20,7 +20,7 @@ from edgespec.errors import CapabilityError, EdgespecError, MemoryBudgetError, M
 from edgespec.loading import constants, planning
 from edgespec.loading.prepare.substitutes import write_substitutes
 from edgespec.loading.streamed_blocks import prepare_substitutes
-from edgespec.methods.lowbit.substitutes import SUBSTITUTES_FILE, find_substitutes
+from edgespec.methods.lowbit.drafter import SUBSTITUTES_FILE, find_substitutes
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.registry import FileFormat

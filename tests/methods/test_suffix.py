@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.methods.constants import MAX_MATCH_TOKENS
 from edgespec.methods.suffix.drafter import (
     IndexedSource,
     ScoredDraft,
@@ -17,7 +16,7 @@ from edgespec.methods.suffix.drafter import (
     grow_draft,
     merge_drafts,
 )
-from edgespec.methods.suffix.indexes import SEPARATOR, SuffixAutomaton
+from edgespec.methods.suffix.indexes import MAX_MATCH_TOKENS, SEPARATOR, SuffixAutomaton
 from tests.methods.exhaustive_search import (
     Paths,
     Text,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.methods.model.vocabularies.translated import TranslatedModel
-from edgespec.methods.model.vocabularies.translation import TokenTranslation
+from edgespec.methods.model.translated import TranslatedModel
+from edgespec.methods.model.translation import TokenTranslation
 from edgespec.methods.model.windowed import AttentionWindow, WindowedModel
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends import test_contract, test_contract_interrupt

@@ -205,7 +205,7 @@ def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.methods.model.vocabularies.translation.MIN_TRANSLATED_FRACTION", 2.0)
+            patch.setattr("edgespec.methods.model.translation.MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:
@@ -285,7 +285,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
         assert Path(runtime.target.path).is_dir() == ("layerskip" in row.itself)
     session, model = runtime._session, runtime._session.target
     target: Any = Watched(model)
-    session.target = session._decoder._target = target
+    session.target = target
     if row.learn:  # it is trained between replies
         reply_to(runtime, ASKED[0], row.method)
         session.run_idle_work(lambda: True)
@@ -303,7 +303,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
         learnt = session.report(row.method).note
         assert "was trained" in learnt
         assert "uses the original draft model" not in learnt
-    session.target = session._decoder._target = model
+    session.target = model
     if row.branches and not can.tree:
         assert not target.branched
         return Cell(can.reason)

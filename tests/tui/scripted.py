@@ -27,7 +27,7 @@ from edgespec.chat.template import ChatTemplate
 from edgespec.decode.reply import exactness_for
 from edgespec.decode.request import default_max_tokens
 from edgespec.errors import CancelledError, OptionError
-from edgespec.methods.context import LoadedHead
+from edgespec.methods.base import LoadedHead
 from edgespec.options.methods import parse_method
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.catalogue import models_folder

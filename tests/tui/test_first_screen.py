@@ -13,7 +13,7 @@ from textual.content import Content
 import edgespec
 import edgespec.methods.costs.machine_speed as machine_speed
 from edgespec import Exactness, MemoryUse, MethodReport
-from edgespec.methods.context import LoadedHead
+from edgespec.methods.base import LoadedHead
 from edgespec.model.registry import format_of
 from edgespec.tui.commands.information import why_text
 from edgespec.tui.preferences import Preferences, preferences_path

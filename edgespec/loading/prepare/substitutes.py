@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.loading.prepare.gguf_parts import GgufParts, Tensors, write_gguf
-from edgespec.methods.lowbit.substitutes import KIND, SUBSTITUTES_FILE, Substitutes
+from edgespec.methods.lowbit.drafter import KIND, SUBSTITUTES_FILE, Substitutes
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.store.prepared.builder import BuildFolder, build

@@ -17,14 +17,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 from zlib import crc32
 
 import numpy as np
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 
-from edgespec.memory.constants import DISK_CACHE_SHARE, FRESH_FILE_SECONDS, MAX_DISK_CACHE_BYTES
-from edgespec.memory.prefix_cache.segments import Tokens
 from edgespec.model.base import Snapshot
 from edgespec.system.files import (
     data_folder,
@@ -38,12 +37,23 @@ from edgespec.system.files import (
 
 __all__ = [
     "PrefixCacheDisk",
+    "Tokens",
     "default_disk_bytes",
     "delete_cached_prefixes",
     "encode_header",
     "prefix_cache_folder",
     "read_header",
 ]
+
+# Seconds to add to the age of files when choosing which ones to evict. The value was chosen so that, for
+# recently used ones, age matters less than the prefill time saved.
+FRESH_FILE_SECONDS = 600.0
+
+# Default size limit of cached prefixes on disk: a fraction of the free disk space, up to a limit in bytes.
+# The limits were chosen so that the cache does not fill the disk.
+DISK_CACHE_SHARE, MAX_DISK_CACHE_BYTES = 0.1, 4 * 2**30
+
+Tokens: TypeAlias = NDArray[np.int32]
 
 # The folder, file and marker names contain "kept" and "forgotten", because other versions of edgespec use the
 # same names and may be running.

@@ -18,8 +18,7 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.methods.auto.constants import MAX_PROB_SUM
-from edgespec.methods.auto.drafter_stats import DrafterStats
+from edgespec.methods.auto.drafter_stats import MAX_PROB_SUM, DrafterStats
 from edgespec.methods.auto.model_selection import ModelSelector, RoundEstimate
 from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft
 from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
@@ -113,6 +112,7 @@ class CombinedDrafter(Drafter):
         clock: Returns the time in seconds.
 
     Attributes:
+        selector: Chooses the drafter whose model runs, and prefills it.
         model_name: Name of the drafter whose model ran in the last call to `propose`, or None.
         drafted_levels: Depth of the draft from that drafter.
         contributors: Names of the drafters that contributed tokens to the last non-empty draft.
@@ -143,7 +143,7 @@ class CombinedDrafter(Drafter):
         self._proposed_at: float | None = None
         self._proposals: dict[DrafterStats, _Proposal] = {}
         self._last_token = 0
-        self._selector = ModelSelector(
+        self.selector = ModelSelector(
             self._models,
             self._target_step_seconds,
             self._limits,
@@ -164,16 +164,6 @@ class CombinedDrafter(Drafter):
     @property
     def has_lookup(self) -> bool:
         return bool(self._lookups)
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Time spent on prefill in the last call to `propose`."""
-        return self._selector.prefill_seconds
-
-    @property
-    def planned_prefill_seconds(self) -> dict[str, float]:
-        """Maximum prefill time of each model in the next call to `propose`, in seconds, keyed by name."""
-        return self._selector.planned_prefill_seconds
 
     @property
     def model_pass_seconds(self) -> dict[str, float]:
@@ -230,7 +220,7 @@ class CombinedDrafter(Drafter):
         for stats in self._lookups:
             self._ask(stats, sampler, acceptance, lookup_length)
         other_estimate = self._estimate(without="grammar")
-        if chosen := self._selector.choose(model_lengths, self._estimate(), other_estimate):
+        if chosen := self.selector.choose(model_lengths, self._estimate(), other_estimate):
             self.model_name = chosen.drafter.name
             self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
             self.drafted_levels = max(self._proposals[chosen].chosen.tree.depths)
@@ -271,7 +261,7 @@ class CombinedDrafter(Drafter):
             [each.optional for each in proposals],
             self._limits,
             self._v,
-            sum(self._selector.draft_cost(stats) for stats in chosen),
+            sum(self.selector.draft_cost(stats) for stats in chosen),
         )
 
     def _best_chain(self) -> list[DrafterStats]:
@@ -284,7 +274,7 @@ class CombinedDrafter(Drafter):
         estimate = RoundEstimate()
         for stats, proposal in self._proposals.items():
             if stats.drafter.name != without:
-                estimate = estimate.with_draft(*proposal.levels, self._selector.draft_cost(stats))
+                estimate = estimate.with_draft(*proposal.levels, self.selector.draft_cost(stats))
         return estimate
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
@@ -308,14 +298,6 @@ class CombinedDrafter(Drafter):
 
     def note(self) -> str:
         return "; ".join(note for drafter in self.parts if (note := drafter.note()))
-
-    def interrupt(self, enabled: bool) -> None:
-        for drafter in self.parts:
-            drafter.interrupt(enabled)
-
-    def close(self) -> None:
-        for drafter in self.parts:
-            drafter.close()
 
 
 class MergedTree(NamedTuple):

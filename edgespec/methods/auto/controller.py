@@ -1,6 +1,7 @@
 """Control drafting for `--method auto`: draft only while it saves time, and within `--max-loss`.
 
-Concurrent replies slow each other down, so costs are tracked separately for each number of replies.
+Concurrent replies slow each other down, so costs are tracked separately for each number of replies. The
+controller also reports a reply's speed-up, and explains why drafting is or is not in use.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,49 +19,46 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.backoff import Backoff
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
-from edgespec.methods.auto.constants import (
-    MIN_COMPARED_TOKENS,
-    PAUSED_ROUNDS,
-    REMEASURE_TOKENS,
-    SAVE_INTERVAL_SECONDS,
-    TOKENS_PER_RETRY,
-)
-from edgespec.methods.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker, WorstCaseCosts
 from edgespec.methods.base import Drafter, DrafterMemory
 from edgespec.methods.running_stats import RunningMean
+from edgespec.options.methods import CHAT, TERMS, Wording
 from edgespec.system.facts import Facts
 
-__all__ = ["ACTIVE_REPLIES", "ActiveReplies", "AutoConfig", "AutoController"]
+__all__ = [
+    "ACTIVE_REPLIES",
+    "AutoConfig",
+    "AutoController",
+    "ControllerReport",
+    "DraftingStatus",
+]
+
+# Maximum number of tokens between two measurements of the target step, chosen so that only about 1 % of all
+# tokens are spent on measuring.
+REMEASURE_TOKENS = 96
+# While drafting is paused, consider resuming it only once per this many tokens. The interval was chosen
+# because the check is noticeably slow on small models.
+PAUSED_ROUNDS = 15
+# Minimum seconds between saves of the statistics, chosen to avoid frequent writes.
+SAVE_INTERVAL_SECONDS = 60.0
+# Omit drafters from the report if they saved no time and drafted less than once per this many tokens. The
+# threshold was chosen because drafts that rare are merely retries.
+TOKENS_PER_RETRY = 16
+# Minimum length, in tokens, of a reply whose speed-up is reported. The minimum was chosen because the
+# speed-up of shorter replies varies too much.
+MIN_COMPARED_TOKENS = 16
+# If a target step takes fewer seconds than this and drafting has saved no time, tell the user that the model
+# is too fast to benefit from drafting. The threshold was chosen because the fixed costs of a draft matter
+# more when a target step is short. It affects only this message, not the decision to draft.
+FAST_TARGET_SECONDS = 0.003
 
 _KIND = "drafting"  # The kind under which the facts database stores the statistics.
 
 
-class ActiveReplies:
-    """Thread-safe set of the replies in progress.
-
-    Relies on atomic set operations, because a lock could deadlock if garbage collection calls `discard`.
-    """
-
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-
-    @property
-    def count(self) -> int:
-        """Number of replies in progress."""
-        return len(self._ids)
-
-    def add(self, reply: object) -> None:
-        """Add a reply. Call `discard` before the reply is deleted, because its `id` can be reused."""
-        self._ids.add(id(reply))
-
-    def discard(self, reply: object) -> None:
-        """Remove a reply if it is present."""
-        self._ids.discard(id(reply))
-
-
-ACTIVE_REPLIES = ActiveReplies()
+# The ids of the sessions that are generating a reply. Changing a set is atomic. A lock could deadlock,
+# because garbage collection can end a reply.
+ACTIVE_REPLIES: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class AutoController(Drafter):
         run_ahead: Callable[[bool], None] = lambda _: None,
         statistics_key: str = "",
         clock: Callable[[], float] = perf_counter,
-        count_replies: Callable[[], int] = lambda: ACTIVE_REPLIES.count,
+        count_replies: Callable[[], int] = lambda: len(ACTIVE_REPLIES),
         count_threads: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = drafter.name
@@ -248,7 +247,7 @@ class AutoController(Drafter):
         if not self._is_drafting:
             self._drafter.begin(self._tokens)
             self._is_drafting = True
-        prefill_seconds = self._drafter.planned_prefill_seconds
+        prefill_seconds = self._drafter.selector.planned_prefill_seconds
         lengths = {
             name: worst_case.model_draft_length(
                 draft_length, allowance - prefill_seconds.get(name, 0.0), self.loss_tracker.draft_rounds
@@ -329,7 +328,7 @@ class AutoController(Drafter):
             self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
             return
         # A prefill also benefits later drafts, so do not count its duration as drafting time.
-        prefill_seconds = self._drafter.prefill_seconds
+        prefill_seconds = self._drafter.selector.prefill_seconds
         if width == 1:
             self.loss_tracker.record_target_step(tokens, draft_seconds)
             self._tokens_since_target_step = 0
@@ -395,12 +394,6 @@ class AutoController(Drafter):
         unsaved = self._facts.notice if self._statistics_key else ""
         return "; ".join(filter(None, (self._drafter.note(), self._damage or unsaved)))
 
-    def interrupt(self, enabled: bool) -> None:
-        self._drafter.interrupt(enabled)
-
-    def close(self) -> None:
-        self._drafter.close()
-
     def _load_statistics(self) -> None:
         saved = self._facts.get(_KIND, self._statistics_key) if self._statistics_key else None
         if saved is None:
@@ -420,3 +413,109 @@ class AutoController(Drafter):
             self._facts.put(_KIND, {self._statistics_key: saved})
             self._damage = ""
             self._saved_at = self._clock()
+
+
+class ControllerReport(NamedTuple):
+    """Report on how drafting affects the speed of a reply.
+
+    Attributes:
+        credit_seconds: Time saved so far. Negative if speculation has cost more than it saved.
+        max_loss: Maximum time that speculation may cost, as a fraction of the plain decoding time.
+        speed_up: Speed relative to plain decoding. None while the reply is too short to tell.
+        uncertainty: Standard error of `speed_up`.
+        drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
+        reason: A clause that says why drafts are or are not used.
+        chat_reason: The same clause in simpler terms, for the chat.
+    """
+
+    target_step_seconds: float
+    credit_seconds: float
+    max_loss: float
+    speed_up: float | None
+    uncertainty: float
+    drafters: tuple[str, ...]
+    reason: str
+    chat_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingStatus:
+    """The state of drafting in one reply. Costs and gains are relative to a single-token target pass.
+
+    Attributes:
+        name: Name of the drafters, such as "model+suffix".
+        is_drafting: Whether upcoming rounds may draft.
+        is_faster: Whether speculation has saved time in this reply so far.
+        tokens: Tokens emitted in this reply.
+        has_drafted: Whether any draft of this reply was verified.
+        asked_rounds: Number of rounds in which the drafters were asked for a draft.
+        unaffordable_rounds: Number of rounds without a draft because of the loss limit.
+        draft_cost_steps: Worst-case cost of the shortest draft.
+        allowance_steps: How much time the next round may lose.
+        round_gain_steps: Mean time saved in recent rounds in which the drafters were asked for a draft.
+        replies: Number of replies that this process is generating concurrently.
+    """
+
+    name: str
+    is_drafting: bool
+    is_faster: bool
+    tokens: int
+    has_drafted: bool
+    asked_rounds: int
+    unaffordable_rounds: int
+    draft_cost_steps: float
+    allowance_steps: float
+    round_gain_steps: float
+    target_step_seconds: float
+    replies: int = 1
+
+    @property
+    def reason(self) -> str:
+        """Why drafts are or are not used, in fewer than 100 characters."""
+        return self._explained(TERMS)
+
+    @property
+    def chat_reason(self) -> str:
+        """`reason` in simpler terms, for the chat."""
+        return self._explained(CHAT)
+
+    def _explained(self, words: Wording) -> str:
+        return self._reason(words) + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
+
+    def _reason(self, words: Wording) -> str:
+        drafting, measuring = words.drafting, f"first measuring the speed without {words.drafting}"
+        if self.is_drafting and self.has_drafted and self.is_faster:
+            return f"{drafting} saves time here"
+        if not self.tokens:
+            return measuring
+        if self.target_step_seconds < FAST_TARGET_SECONDS and not self.is_faster:
+            return f"this model is so fast that {drafting} would take more time than it saves"
+        if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
+            if self.allowance_steps <= 0.0:
+                what = drafting if self.has_drafted else f"preparing {words.drafts}"
+                return f"{what} has already used up the extra time that a reply may take{words.limit}"
+            cost, allowed = self.draft_cost_steps, self.allowance_steps
+            return (
+                f"a wrong {words.draft} could take as long as generating {cost:.1f} tokens; the limit is"
+                f" {allowed:.1f}{words.limit}"
+            )
+        if self.is_drafting and self.has_drafted:
+            return f"{drafting} is being tried, but has not saved time so far"
+        if self.has_drafted:
+            when = "no longer saves time" if self.is_faster else "does not save time"
+            lost = _token_times(-self.round_gain_steps)
+            return f"{drafting} {when}: each recent {words.draft} cost {lost}"
+        if self.asked_rounds:
+            tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
+            return f"in {tries}, no {words.draft} was likely to save time (tried: {words.sources(self.name)})"
+        if self.round_gain_steps >= 0.0:
+            return measuring
+        return f"{drafting} has not saved time lately, so it is retried only now and then"
+
+
+def _token_times(steps: float) -> str:
+    return (
+        f"{max(steps, 0.0):.0%} of the time that one token takes"
+        if steps < 0.995
+        else f"as much time as {steps:.1f} tokens"
+    )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from edgespec.options.methods import Method, MethodDocs
 
 if TYPE_CHECKING:
-    from edgespec.methods.base import Drafter
-    from edgespec.methods.context import DrafterContext
+    from edgespec.methods.base import Drafter, DrafterContext
 
 __all__ = ["METHOD"]
 

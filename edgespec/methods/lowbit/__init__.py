@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from edgespec.options.methods import Method, MethodDocs
 
 if TYPE_CHECKING:
-    from edgespec.methods.base import Drafter
-    from edgespec.methods.context import DrafterContext, MissingDrafter
-    from edgespec.methods.lowbit.substitutes import Substitutes
+    from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter
+    from edgespec.methods.lowbit.drafter import Substitutes
     from edgespec.store.reference import Resolved
 
 __all__ = ["METHOD"]
@@ -40,7 +39,7 @@ def _find_copy(target: Resolved, is_named: bool) -> Resolved | None:
 
 
 def _find_substitutes(target: Resolved, is_named: bool) -> list[Substitutes]:
-    from edgespec.methods.lowbit.substitutes import find_usable_substitutes
+    from edgespec.methods.lowbit.drafter import find_usable_substitutes
 
     return find_usable_substitutes(target, is_named=is_named)
 

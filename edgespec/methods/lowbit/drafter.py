@@ -1,22 +1,25 @@
-"""Create the drafter that runs the target at lower precision (on MLX) or a prepared low-bit copy of it."""
+"""Create the drafter that runs the target at lower precision (on MLX) or a prepared low-bit copy of it.
+
+The copy contains the whole model, or only the blocks that are streamed when the model does not fit in memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.errors import BackendError, MemoryBudgetError, ModelFileError
-from edgespec.methods.base import Drafter
-from edgespec.methods.constants import MAX_COPY_SHARE
-from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
-from edgespec.methods.lowbit.substitutes import find_substitutes
+from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
+from edgespec.store.constants import MAX_ASSUMED_RATE
 from edgespec.store.prepared.prepared_files import (
     PreparedModel,
     absolute_path,
     check_prepared,
+    find_all_prepared,
     find_prepared,
     read_prepared,
 )
@@ -24,9 +27,14 @@ from edgespec.store.reference import Resolved
 
 __all__ = [
     "COPY_FILE",
+    "KIND",
+    "SUBSTITUTES_FILE",
+    "Substitutes",
     "can_save_time",
     "check_lowbit",
     "find_lowbit",
+    "find_substitutes",
+    "find_usable_substitutes",
     "find_useful_lowbit",
     "is_valid",
     "lowbit_file",
@@ -35,7 +43,17 @@ __all__ = [
     "preparation",
 ]
 
+# A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from the best
+# case on any machine, because the limit also decides whether to make a copy before anything can be measured:
+# even if checking drafted tokens took no time, and the share `MAX_ASSUMED_RATE` of them were accepted,
+# drafting with a larger copy would be less than 5 % faster. `auto` decides by measured times whether to draft
+# with a copy.
+MAX_COPY_SHARE = (1.0 + MAX_ASSUMED_RATE) / 1.05 - 1.0
+
 COPY_FILE = "copy.gguf"
+# Identifies this kind of prepared model in the store.
+KIND = "substitutes"
+SUBSTITUTES_FILE = "substitutes.gguf"
 
 
 def preparation(context: DrafterContext) -> str:
@@ -176,3 +194,53 @@ def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
         path=lowbit_file(prepared),
         format=form.low_bit_copy_format,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Substitutes:
+    """Low-bit copies of feed-forward blocks.
+
+    Attributes:
+        file: The GGUF file with the copies, or an empty path if they have not been created yet.
+        layer_bytes: Size of each layer's copy in bytes, by layer number.
+    """
+
+    file: Path
+    layer_bytes: Mapping[int, int]
+
+    def bytes_of(self, layers: Sequence[int]) -> int:
+        """Return the total size of the copies for `layers`, in bytes."""
+        return sum(self.layer_bytes[layer] for layer in layers)
+
+
+def find_substitutes(path: Path) -> PreparedModel | None:
+    """Find the newest low-bit block copies for the model at `path`, without checking their file."""
+    return find_prepared(KIND, path)
+
+
+def find_usable_substitutes(target: Resolved, *, is_named: bool) -> list[Substitutes]:
+    """Return the sets of low-bit copies of the target's blocks, newest first.
+
+    Each set was prepared for a certain amount of memory.
+
+    Args:
+        target: The target whose copies to find.
+        is_named: Whether the user named the method. If not, damaged or outdated copies are ignored.
+
+    Raises:
+        ModelFileError: The user named the method, but the newest copies are damaged or outdated.
+    """
+    found: list[Substitutes] = []
+    if not target.file_format.low_bit_copy_format or target.path.is_dir():
+        return found
+    for prepared in find_all_prepared(KIND, target.path):
+        try:
+            check_prepared(prepared, target.path)
+        except ModelFileError:
+            if is_named and not found:
+                raise
+            continue
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            sizes = {int(layer): int(size) for layer, size in prepared.facts["layer_bytes"].items()}
+            found.append(Substitutes(prepared.path(SUBSTITUTES_FILE), sizes))
+    return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from edgespec.errors import EdgespecError, about_option
-from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext, LoadedHead, MissingDrafter, why_no_view
+from edgespec.methods.base import Drafter, DrafterContext, LoadedHead, MissingDrafter, why_no_view
 from edgespec.methods.costs.curve import PassLimits
 from edgespec.methods.draft_cache import DraftCache, HeadCache
 from edgespec.methods.model.drafter import ModelDrafter

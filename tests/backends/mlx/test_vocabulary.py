@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.errors import BackendError, ClosedError, EdgespecError
-from edgespec.methods.model.vocabularies.translation import compare_vocabularies
+from edgespec.methods.model.translation import compare_vocabularies
 from edgespec.model.base import LoadOptions, Vocabulary
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import CHATML, ROWS, TOKENS, write_tokenizer

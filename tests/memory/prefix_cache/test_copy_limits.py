@@ -11,7 +11,7 @@ import pytest
 from edgespec import Runtime
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.memory.prefix_cache.cache import PrefixCache
-from edgespec.memory.prefix_cache.segments import Segment
+from edgespec.memory.prefix_cache.store import Segment
 from edgespec.model.base import LanguageModel, Snapshot
 from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
 from tests.memory.prefix_cache.test_cache import CHATS, words

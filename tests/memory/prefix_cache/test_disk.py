@@ -25,12 +25,13 @@ from edgespec.memory.prefix_cache.disk import (
     _MAGIC,
     _SIZES,
     PrefixCacheDisk,
+    Tokens,
     default_disk_bytes,
     delete_cached_prefixes,
     read_header,
 )
-from edgespec.memory.prefix_cache.segments import Tokens, name_of, tokens_digest
-from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
+from edgespec.memory.prefix_cache.store import name_of, tokens_digest
+from edgespec.methods.suffix.saved_replies import delete_saved_replies
 from edgespec.model.base import Snapshot
 from edgespec.system.files import write_private_file
 

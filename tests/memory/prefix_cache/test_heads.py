@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
 from edgespec.decode.drafter_set import DrafterSet
-from edgespec.methods.context import LoadedHead
+from edgespec.methods.base import LoadedHead
 from edgespec.methods.draft_cache import HeadCache
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.model.base import Head, LanguageModel, LoadOptions

@@ -1,14 +1,25 @@
-"""Reasons that are shown to the user."""
+"""The report on a reply at several stages, and the reasons that it gives to the user."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.methods.auto.explanation import DraftingStatus
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.controller import AutoController, ControllerReport, DraftingStatus
+from edgespec.methods.auto.live_costs import LiveCosts
+from edgespec.methods.auto.loss_limit import LossTracker
+from edgespec.methods.costs.curve import CostCurve
+from tests.tables import Saying
 
 # A large target in the middle of a reply, with nothing drafted yet.
 START = DraftingStatus(
@@ -122,3 +133,62 @@ def test_reason_is_never_empty_and_fits_a_line(standing: DraftingStatus) -> None
     assert "\n" not in standing.reason
     assert "draft" in standing.reason
     assert "draft" not in standing.chat_reason
+
+
+class Reply:
+    """A reply under the controller, on its own clock. Wide passes take `wide` target steps."""
+
+    def __init__(self, guesses_at: int, *, wide: float, right: bool, plain_seconds: float = 1.0) -> None:
+        self.now = 0.0
+        self._plain, self._wide, self._right = plain_seconds, wide * plain_seconds, right
+        saying = Saying(lambda tokens, _: [0] if len(tokens) >= guesses_at else [])
+        saying.is_lookup = True
+        costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
+        both = CombinedDrafter([saying], v=costs.v, clock=self.clock)
+        self._drafter = AutoController(both, LossTracker(), costs, clock=self.clock)
+        self._drafter.begin([0])
+
+    def clock(self) -> float:
+        return self.now
+
+    def goes_on(self, rounds: int) -> ControllerReport:
+        """Return the report after further rounds."""
+        nothing: Any = None
+        for _ in range(rounds):
+            tree = self._drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 1)
+            self.now += self._wide if tree.drafted else self._plain
+            self._drafter.observe(tree, HostLogits(np.zeros((tree.width, 2), np.float32)), nothing)
+            self._drafter.commit((0, 1) if tree.drafted and self._right else (1,))
+        account = self._drafter.report()
+        assert account is not None
+        return account
+
+
+def test_a_new_reply_reports_that_it_measures() -> None:
+    account = Reply(1, wide=1.1, right=True).goes_on(0)
+    assert account.drafters == ()
+    assert account.speed_up is None
+    assert account.reason == "first measuring the speed without drafting"
+
+
+def test_successful_drafters_are_reported() -> None:
+    account = Reply(1, wide=1.1, right=True).goes_on(30)
+    assert account.drafters == ("saying",)
+    assert account.reason == "drafting saves time here"
+    assert account.speed_up is not None
+    assert account.speed_up > 1.5
+
+
+def test_a_failed_retry_is_reported_as_plain_decoding() -> None:
+    reply = Reply(20, wide=2.9, right=False)
+    tried = reply.goes_on(22)
+    assert tried.credit_seconds < 0.0
+    account = reply.goes_on(100)
+    assert account.drafters == ()
+    assert account.reason != "drafting saves time here"
+
+
+@pytest.mark.parametrize(("plain_seconds", "small"), [(0.0005, True), (0.05, False)])
+def test_reason_names_targets_that_are_too_fast(plain_seconds: float, small: bool) -> None:
+    account = Reply(2, wide=2.9, right=False, plain_seconds=plain_seconds).goes_on(60)
+    assert ("this model is so fast" in account.reason) == small

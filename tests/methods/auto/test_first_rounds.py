@@ -66,15 +66,9 @@ class UnmeasuredWorld(World):
         return drafter
 
 
-def test_unaffordable_drafts_pause_drafting_if_looking_is_slow() -> None:
+@pytest.mark.parametrize(("cost", "paused"), [(0.1, True), (0.001, False)])
+def test_unaffordable_drafts_pause_drafting_only_if_looking_is_slow(cost: float, paused: bool) -> None:
     backoff = Backoff()
     for _ in range(64):
-        backoff.record_unaffordable_draft(0.1)
-    assert backoff.is_paused
-
-
-def test_unaffordable_drafts_do_not_pause_drafting_if_looking_is_fast() -> None:
-    backoff = Backoff()
-    for _ in range(64):
-        backoff.record_unaffordable_draft(0.001)
-    assert not backoff.is_paused
+        backoff.record_unaffordable_draft(cost)
+    assert backoff.is_paused == paused

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.methods.suffix.corpus.saved_replies import SavedReplies
+from edgespec.methods.suffix.saved_replies import SavedReplies
 
 MARK, OTHER = "ab" * 32, "cd" * 32
 SIZE = 100

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.methods.suffix.corpus.saved_replies import NoveltyFilter
 from edgespec.methods.suffix.indexes import TokenArray
+from edgespec.methods.suffix.saved_replies import NoveltyFilter
 
 
 def words(seed: int, count: int) -> TokenArray:

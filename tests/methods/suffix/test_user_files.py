@@ -13,8 +13,7 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, OptionError
-from edgespec.methods.suffix.corpus import suffix_drafter, vocabulary_fingerprint
-from edgespec.methods.suffix.corpus.user_files import UserFiles, read_user_files
+from edgespec.methods.suffix.corpus import UserFiles, read_user_files, suffix_drafter, vocabulary_fingerprint
 from edgespec.methods.suffix.drafter import SuffixDrafter
 from tests.raising import raises
 from tests.tabular import LetterVocabulary

@@ -8,7 +8,7 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.errors import VocabularyMismatchError
-from edgespec.methods.model.vocabularies.translation import compare_vocabularies
+from edgespec.methods.model.translation import compare_vocabularies
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.methods.vocabularies.pieces import Pieces

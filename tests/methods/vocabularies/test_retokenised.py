@@ -19,9 +19,9 @@ from edgespec.engine.tree import common_prefix_length
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.losslessness.cases import Prompt
 from edgespec.losslessness.verify import verify
-from edgespec.methods.model.vocabularies import retokenised
-from edgespec.methods.model.vocabularies.retokenised import IncrementalRetokeniser, RetokenisedDrafter
-from edgespec.methods.model.vocabularies.translation import TokenTranslation
+from edgespec.methods.model import retokenised
+from edgespec.methods.model.retokenised import IncrementalRetokeniser, RetokenisedDrafter
+from edgespec.methods.model.translation import TokenTranslation
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.methods.vocabularies.pieces import Pieces, speaking

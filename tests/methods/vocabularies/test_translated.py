@@ -17,8 +17,8 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError
 from edgespec.losslessness.verify import verify
-from edgespec.methods.model.vocabularies.translated import TranslatedLogits, TranslatedModel
-from edgespec.methods.model.vocabularies.translation import TokenTranslation
+from edgespec.methods.model.translated import TranslatedLogits, TranslatedModel
+from edgespec.methods.model.translation import TokenTranslation
 from edgespec.methods.model.windowed import AttentionWindow, WindowedModel
 from edgespec.model.base import LoadOptions, Snapshot
 from tests.backends.tiny_models import WORDS, write_llama

@@ -13,7 +13,7 @@ from edgespec.engine.logits import Logits, best_on_host
 from edgespec.engine.noise import Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.methods.model.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation
+from edgespec.methods.model.translation import MAX_SPELLING_TOKENS, TokenTranslation
 from edgespec.model.base import LanguageModel, Progress, Vocabulary
 from edgespec.model.base_model import WrappedModel, wrapped_capabilities
 

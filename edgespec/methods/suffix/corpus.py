@@ -1,4 +1,7 @@
-"""Tokenize the user's files for the suffix drafter, because a reply that edits a file mostly repeats it."""
+"""Create a suffix drafter that drafts from earlier chats' replies and from the user's files.
+
+The files are tokenized and indexed, because a reply that edits a file mostly repeats it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from zlib import crc32
@@ -16,7 +20,9 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.errors import CancelledError, OptionError
-from edgespec.methods.suffix.indexes import TokenArray
+from edgespec.methods.suffix.drafter import SuffixConfig, SuffixCorpus, SuffixDrafter
+from edgespec.methods.suffix.indexes import SuffixArray, TokenArray
+from edgespec.methods.suffix.saved_replies import SavedReplies
 from edgespec.model.base import Progress, Vocabulary
 from edgespec.system.files import (
     cache_folder,
@@ -26,7 +32,7 @@ from edgespec.system.files import (
     write_private_file,
 )
 
-__all__ = ["UserFiles", "read_user_files"]
+__all__ = ["UserFiles", "read_user_files", "suffix_drafter", "vocabulary_fingerprint"]
 
 VERSION = 1
 # Maximum file size in bytes. People rarely edit larger text files by hand.
@@ -204,3 +210,52 @@ def _save_cache(path: Path, vocabulary_fingerprint: str, texts: dict[str, TokenA
         caches = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
         for old in caches[_MAX_CACHES:]:
             old.unlink()
+
+
+def suffix_drafter(
+    vocabulary: Vocabulary,
+    *,
+    corpus: str | Path | None = None,
+    remember: bool = False,
+    can_branch: bool = True,
+    progress: Progress | None = None,
+) -> tuple[SuffixDrafter, str]:
+    """Create a suffix drafter for a target model with this vocabulary.
+
+    Args:
+        vocabulary: The target's vocabulary.
+        corpus: A text file or a folder of text files, read and tokenized before this function returns.
+        remember: Whether to draft from replies in earlier chats and save new replies in the user's data
+            folder. Saved replies are loaded when the first reply begins. If False, saved replies are neither
+            read nor written.
+        can_branch: Whether to draft trees of tokens instead of single chains.
+        progress: Called to report progress while the corpus is being read. Returns False to cancel.
+
+    Returns:
+        The drafter, and a notice about the corpus for the user (empty if there is no corpus).
+
+    Raises:
+        OptionError: The corpus cannot be read.
+        CancelledError: `progress` returned False.
+    """
+    fingerprint = cache(lambda: vocabulary_fingerprint(vocabulary))
+    user_files = None
+    if corpus is not None:
+        user_files = read_user_files(corpus, vocabulary, fingerprint(), progress=progress)
+
+    def load_corpus() -> SuffixCorpus:
+        replies = SavedReplies(fingerprint(), vocabulary.size) if remember else None
+        texts = [*(user_files.texts if user_files else ()), *(replies.load() if replies else ())]
+        return SuffixCorpus(SuffixArray(texts) if texts else None, replies)
+
+    config = SuffixConfig(can_branch=can_branch, is_end=cache(vocabulary.is_end))
+    return SuffixDrafter(load_corpus, config=config), user_files.notice if user_files else ""
+
+
+def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
+    """Return the SHA-256 hash of all tokens in id order, as 64 hexadecimal digits."""
+    digest = sha256()
+    for token in range(vocabulary.size):
+        piece = vocabulary.raw_piece(token)
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.methods.base import Drafter, DrafterMemory, check_rollback
 from edgespec.methods.draft_cache import is_confident
-from edgespec.methods.model.vocabularies.translation import TokenTranslation
+from edgespec.methods.model.translation import TokenTranslation
 from edgespec.model.base import LanguageModel, Vocabulary
 
 __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]

@@ -1,8 +1,7 @@
-"""Counting of concurrent replies, and costs per number of replies."""
+"""Costs per number of concurrent replies."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,34 +11,12 @@ from hypothesis import strategies as st
 
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.controller import ActiveReplies, AutoController
+from edgespec.methods.auto.controller import AutoController
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.costs.curve import CostCurve
 from scripts.simulation import MACHINES, World, make_controller, stationary
 
 A100 = next(machine for machine in MACHINES if machine.name == "A100")
-
-
-def test_replies_are_counted_until_they_end() -> None:
-    active, inside, over = ActiveReplies(), threading.Barrier(5), threading.Event()
-
-    def reply() -> None:
-        request = object()
-        active.add(request)
-        inside.wait()
-        over.wait()
-        active.discard(request)
-        active.discard(request)
-
-    threads = [threading.Thread(target=reply) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    inside.wait()
-    assert active.count == 4
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert active.count == 0
 
 
 class TestLiveCostsPerReplyCount:
