@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.backends.llamacpp.devices import device_split, expert_shares
-from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
+from edgespec.backends.llamacpp.devices import device_split, expert_bytes, expert_shares, experts_per_part
 from edgespec.backends.llamacpp.loading import load_skeleton
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.native import captured_log, library

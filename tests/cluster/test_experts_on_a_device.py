@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import edgespec
-from edgespec.backends.llamacpp.devices import device_split
-from edgespec.backends.llamacpp.experts import expert_bytes
+from edgespec.backends.llamacpp.devices import device_split, expert_bytes
 from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log, library

@@ -24,8 +24,7 @@ from edgespec.backends.llamacpp.context_planning import (
     split_load_options,
     work_bytes,
 )
-from edgespec.backends.llamacpp.devices import in_main_memory
-from edgespec.backends.llamacpp.experts import experts_per_part
+from edgespec.backends.llamacpp.devices import experts_per_part, in_main_memory
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import (

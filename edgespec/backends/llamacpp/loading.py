@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.devices import Paths, keep_experts_in_memory, model_files
 from edgespec.backends.llamacpp.expert_stream import ExpertStream, expert_table
-from edgespec.backends.llamacpp.experts import keep_experts_in_memory
 from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
@@ -59,10 +59,6 @@ __all__ = [
     "threads_for",
     "with_more_memory",
 ]
-
-# A GGUF file, the first file of a multi-part model, or a list of all its files if their names are
-# unconventional.
-Paths: TypeAlias = str | Sequence[str]
 
 # Models with fewer weight bytes than this run on one CPU thread by default, because more threads would spend
 # most of their time waiting for each other. Only toy models are that small.
@@ -250,7 +246,7 @@ def repacks_weights(paths: Paths, gpu_layers: int | None, experts: int | None = 
     """
     every = (paths,) if isinstance(paths, str) else tuple(paths)
     with suppress(EdgespecError, OSError):
-        states = tuple(file_state(part) for part in _all_files(paths))
+        states = tuple(map(file_state, model_files(paths)))
         return _repacks_weights(every, gpu_layers, experts or 0, states)
     return False
 
@@ -316,7 +312,7 @@ def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any
         ModelFileError: The model is damaged or not supported.
         MemoryBudgetError: There is not enough memory.
     """
-    every = _all_files(paths)
+    every = model_files(paths)
     named = named or every
     check_headers(named)
     size_bytes = sum(file.stat().st_size for file in every)
@@ -332,10 +328,6 @@ def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any
     if not weights:
         raise _load_error(named, size_bytes, recent_errors())
     return weights
-
-
-def _all_files(paths: Paths) -> Sequence[Path]:
-    return gguf_files(Path(paths)) if isinstance(paths, str) else [Path(path) for path in paths]
 
 
 def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:

@@ -26,9 +26,12 @@ from edgespec.backends.llamacpp.context_planning import (
 )
 from edgespec.backends.llamacpp.devices import (
     LayerPlacement,
+    Paths,
     amx_bytes,
     device_split,
+    expert_bytes,
     expert_shares,
+    experts_per_part,
     has_own_memory,
     in_main_memory,
     mtp_layer_count,
@@ -38,8 +41,7 @@ from edgespec.backends.llamacpp.devices import (
     unusable_bytes,
 )
 from edgespec.backends.llamacpp.expert_stream import ExpertTable, expert_table
-from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
-from edgespec.backends.llamacpp.loading import Paths, load_skeleton, named_layouts
+from edgespec.backends.llamacpp.loading import load_skeleton, named_layouts
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
     has_compressed_keys,
