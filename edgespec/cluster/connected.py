@@ -31,10 +31,23 @@ _INTERRUPT_SECONDS = 0.2
 _CLOSE_SECONDS = 2.0
 
 
+class _Call:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.is_done = self.is_abandoned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
 class ConnectedWorkers:
     """Reserves a target's workers until `close`, and starts those that are reached over SSH.
 
-    Calls that depend on the workers go through `call`.
+    Calls that depend on the workers go through `call`, which runs them one after another in a thread of their
+    own. llama.cpp aborts the process if it loses a worker, and waits forever for a worker that hangs. In both
+    cases, the thread is abandoned and stays blocked until the process exits.
+
+    A pass on workers can take seconds, so after `interrupt`, the caller soon returns without waiting for the
+    pass. The thread still finishes the pass before it runs later calls.
 
     Args:
         machines: The machines named in `--workers`.
@@ -60,10 +73,16 @@ class ConnectedWorkers:
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
             self._undo = undo.pop_all()
-        self._calls = _GuardedCalls()
-        for link in self.links:
-            link.watch(self._calls.fail)
         self._speeds: dict[Link, LinkSpeed] = {}
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        # Which worker was lost and why, and what the user can do about it. Empty while all are connected.
+        self._lost = self._next_step = ""
+        self._is_interrupted = False
+        self._abandoned: _Call | None = None
+        threading.Thread(target=self._run, name="edgespec-workers", daemon=True).start()
+        for link in self.links:
+            link.watch(self.lose)
 
     def speed_of(self, link: Link) -> LinkSpeed:
         """Return the speed of the connection to a worker, measured on the first call. Raises WorkerError."""
@@ -74,71 +93,6 @@ class ConnectedWorkers:
     @property
     def is_lost(self) -> bool:
         """Whether a worker was lost. After that, no llama.cpp object may be used or freed."""
-        return self._calls.is_lost
-
-    def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
-        """Run `work` and return its result. Raises WorkerLostError as soon as a worker is lost.
-
-        If `can_abandon` is set, raises CancelledError soon after an interrupt. See `_GuardedCalls.call`.
-        """
-        return self._calls.call(work, can_abandon=can_abandon)
-
-    def interrupt(self, enabled: bool) -> None:
-        """Abandon the current pass and all later ones until called with False."""
-        self._calls.interrupt(enabled)
-
-    def run_later(self, work: Callable[[], None]) -> None:
-        """Queue `work` to run after all earlier calls, without waiting for it."""
-        self._calls.run_later(work)
-
-    def lose(self, what: str, next_step: str) -> None:
-        """Make all calls fail because a worker was lost. See `_GuardedCalls.fail`."""
-        self._calls.fail(what, next_step)
-
-    def report_abort(self) -> None:
-        """Make all calls fail because llama.cpp has lost the connection to a worker."""
-        self._calls.wait_for_failure(_REASON_SECONDS)
-        names = ", ".join(str(link.address) for link in self.links)
-        self._calls.fail(f"lost the connection to a worker ({names})", self.links[0].address.restart_advice)
-
-    def close(self, last: Callable[[], None] | None = None) -> None:
-        """Run `last` if possible, then release the workers. See `_GuardedCalls.close`."""
-        try:
-            self._calls.close(last)
-        finally:
-            self._undo.close()
-
-
-class _Call:
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
-        self.is_done = self.is_abandoned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
-class _GuardedCalls:
-    """Runs calls one after another in its own thread.
-
-    llama.cpp aborts the process if it loses a worker, and waits forever for a worker that hangs. In both
-    cases, the thread that called llama.cpp is abandoned and stays blocked until the process exits.
-
-    A pass on workers can take seconds, so after `interrupt`, the caller soon returns without waiting for the
-    pass. The thread still finishes the pass before it runs later calls.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._changed = threading.Condition()
-        self._lost = self._next_step = ""
-        self._is_interrupted = False
-        self._abandoned: _Call | None = None
-        self._thread = threading.Thread(target=self._run, name="edgespec-workers", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether `fail` was called."""
         return bool(self._lost)
 
     @property
@@ -155,7 +109,7 @@ class _GuardedCalls:
                 for an abandoned one can always be abandoned.
 
         Raises:
-            WorkerLostError: `fail` was called, before this call or during it.
+            WorkerLostError: A worker was lost, before this call or during it.
             CancelledError: The call was abandoned.
         """
         call = _Call(work)
@@ -177,7 +131,7 @@ class _GuardedCalls:
         return result
 
     def interrupt(self, enabled: bool) -> None:
-        """Abandon the current call and all later ones until called with False. See `call`."""
+        """Abandon the current pass and all later ones until called with False."""
         with self._changed:
             self._is_interrupted = enabled
             self._changed.notify_all()
@@ -186,7 +140,7 @@ class _GuardedCalls:
         """Queue `work` to run in the thread after all earlier calls, without waiting for it."""
         self._calls.put(_Call(work))
 
-    def fail(self, what: str, next_step: str) -> None:
+    def lose(self, what: str, next_step: str) -> None:
         """Make the current call and all later ones fail. Can be called from any thread.
 
         Only the first call sets the message.
@@ -200,24 +154,29 @@ class _GuardedCalls:
                 self._lost, self._next_step = what, next_step
             self._changed.notify_all()
 
-    def wait_for_failure(self, timeout_seconds: float) -> None:
-        """Wait up to `timeout_seconds` for `fail` to be called."""
+    def report_abort(self) -> None:
+        """Make all calls fail because llama.cpp has lost the connection to a worker."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lost, timeout_seconds)
+            self._changed.wait_for(lambda: self._lost, _REASON_SECONDS)
+        names = ", ".join(str(link.address) for link in self.links)
+        self.lose(f"lost the connection to a worker ({names})", self.links[0].address.restart_advice)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Stop the thread after all earlier calls.
+        """Stop the thread after all earlier calls, and release the workers.
 
         Args:
             last: A final call to run. Skipped if a worker was lost or an abandoned call does not return.
         """
-        if last is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lost or not self._is_stuck, _CLOSE_SECONDS)
-            if not self._is_stuck:
-                with suppress(WorkerLostError):
-                    self.call(last)
-        self._calls.put(None)
+        try:
+            if last is not None:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._lost or not self._is_stuck, _CLOSE_SECONDS)
+                if not self._is_stuck:
+                    with suppress(WorkerLostError):
+                        self.call(last)
+            self._calls.put(None)
+        finally:
+            self._undo.close()
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
