@@ -13,8 +13,17 @@ from itertools import accumulate
 from edgespec.errors import OptionError
 from edgespec.system.checks import parse_size
 
-__all__ = ["Machines", "SshAddress", "WorkerAddress", "parse_address", "parse_machines", "split_layers"]
+__all__ = [
+    "LOOPBACK",
+    "Machines",
+    "SshAddress",
+    "WorkerAddress",
+    "parse_address",
+    "parse_machines",
+    "split_layers",
+]
 
+LOOPBACK = "127.0.0.1"
 _LOCAL = "local"
 _SSH = "ssh://"
 _HINT = "use a list such as 192.168.1.20:50052=16GiB,ssh://user@host=16GiB,local=8GiB"

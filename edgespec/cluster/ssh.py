@@ -15,8 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from edgespec.cluster.link import ConnectProgress
-from edgespec.cluster.machines import SshAddress, WorkerAddress
-from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.cluster.machines import LOOPBACK, SshAddress, WorkerAddress
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import CancelledError, WorkerError, shorten
 

@@ -21,9 +21,9 @@ from edgespec.cli import worker as worker_command
 from edgespec.cluster import link
 from edgespec.cluster.link import Link, probe_worker
 from edgespec.cluster.machines import Machines, SshAddress, WorkerAddress, parse_machines
-from edgespec.cluster.rpc_child import HELLO, probe_rpc_server
 from edgespec.cluster.status import LEAD, LLAMA_CPP, PROBE, Device, Library, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
+from edgespec.cluster.worker_server import HELLO, probe_rpc_server
 from edgespec.errors import OptionError, WorkerError
 from tests.cases import first as first_only
 from tests.cluster.conftest import Worker
@@ -196,7 +196,7 @@ def test_another_program_on_the_port_is_an_error(answer: bytes, serve_bytes: Cal
     with raises(WorkerError, port):
         load(port)
     with pytest.raises((ValueError, OSError)):
-        probe_rpc_server("127.0.0.1", port, 2.0)
+        probe_rpc_server(port)
 
 
 def test_another_version_is_an_error(serve_bytes: Callable[[bytes], int]) -> None:

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from edgespec.backends.llamacpp.native import ggml, library, library_path
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.cluster.machines import LOOPBACK
 from edgespec.cluster.weight_cache import hide_unverified
 from edgespec.errors import BackendMissingError, EdgespecError
 from edgespec.system.cores import usable_cores
