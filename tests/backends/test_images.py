@@ -78,7 +78,7 @@ def greedy(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
 
 def reference(model: Any, image: Image) -> list[int]:
     """Return the reply that libmtmd's own helper gives, which llama.cpp's programs use."""
-    lib, vision, encoder = library(), mtmd(), model._encoder
+    lib, vision, encoder = library(), mtmd(), model.encoder
     params = lib.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 512
     params.n_threads = params.n_threads_batch = 1

@@ -227,7 +227,7 @@ def test_a_context_that_cannot_be_reallocated_for_a_head_is_not_used_again(
         with pytest.raises(MemoryBudgetError):
             head_of(models[0], medusa.head)
     for model in models:
-        assert model._slot.is_lost
+        assert model._context.is_lost
         with pytest.raises(ContextFullError):
             model.prefill([20, 21])
         model.close()

@@ -185,6 +185,9 @@ class LlamaContext(KvSequences):
         OptionError: The KV types require flash attention, which is off.
     """
 
+    # Number of tokens of other replies in the last pass. See `ContextSlot`.
+    other_tokens = 0
+
     def __init__(
         self,
         model: Any,
@@ -232,6 +235,8 @@ class LlamaContext(KvSequences):
         self._first_layers: HiddenStateHook | None = None
         self._first_layer_count = 0
         self.kv_readers: list[LlamaContext] = []
+        # Whether llama.cpp rolls back the recurrent state at the start of the next forward pass.
+        self.is_rolling_back = False
         # Number of calls to `allocate`. Head contexts compare it to detect that this context was replaced.
         self._generation = 0
         # Settings that the current llama_context was created with. `is_stale` compares them with the required
@@ -409,6 +414,18 @@ class LlamaContext(KvSequences):
     def clear(self) -> None:
         self._lib.llama_memory_clear(self._memory, False)
 
+    def apply_rollback(self) -> None:
+        """Complete the rollback of the recurrent state that `drop` requested, if there is one.
+
+        llama.cpp would complete it only in the next forward pass, which is too late for checkpoints and
+        copies.
+        """
+        if not self.is_rolling_back:
+            return
+        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
+            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
+        self.is_rolling_back = False
+
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
         count, position = len(inputs), self.position(position)
@@ -555,6 +572,7 @@ class LlamaContext(KvSequences):
         return self._hidden
 
     def _decode(self, batch: Batch | ImageBatch, *, encode: bool = False) -> None:
+        self.is_rolling_back = False
         if self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")
         self._check_allocated()

@@ -299,15 +299,6 @@ class KvSequences:
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
 
-    def apply_rollback(self) -> None:
-        """Complete the rollback of sequence 0's recurrent state that `drop` requested.
-
-        llama.cpp would complete it only in the next forward pass, which is too late for checkpoints and
-        copies.
-        """
-        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
-
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
         """Return the export size of sequence 0 in bytes. See `export_sequence`."""
         flags = self._flags(recurrent_only)

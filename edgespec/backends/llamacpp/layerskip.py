@@ -107,6 +107,7 @@ class LayerSkipModel(GgufModel):
     computed while drafting, so the lower layers run only for tokens that were not drafted.
     """
 
+    _context: LlamaContext
     why_blind = (
         "it was prepared for early exit",
         "use another --method to load the original model file",

@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.devices import Paths, keep_experts_in_memory, model_files
 from edgespec.backends.llamacpp.expert_stream import ExpertStream, expert_table
 from edgespec.backends.llamacpp.header_validation import check_headers
-from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
@@ -45,6 +45,7 @@ from edgespec.system.files import cache_folder, file_state, make_private_folder
 
 __all__ = [
     "check_file",
+    "check_vocabulary",
     "default_threads",
     "describe",
     "free_weights",
@@ -112,7 +113,9 @@ def load_all(
         EdgespecError: See `load_weights` for the other errors.
     """
     if not options.streamed_layers:
-        return load_weights(path, name, options, progress), None
+        weights = load_weights(path, name, options, progress)
+        check_vocabulary(weights, path)
+        return weights, None
     files = gguf_files(Path(path))
     states = _states(files)
     streamed = choose_streamed(streamable_layers(Path(path)), options)
@@ -126,6 +129,7 @@ def load_all(
         mapped = replace(options, mmap=True, mlock=False, repack=False, gpu_layers=0)
         weights = load_files([str(copy) for copy in copies], name, mapped, progress, named=files)
         found = sorted(file_mappings(copies) - before)
+    check_vocabulary(weights, path)
     stream: WeightStream | None = None
     try:
         unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
@@ -143,6 +147,15 @@ def load_all(
     except BaseException:
         free_weights(weights, stream)
         raise
+
+
+def check_vocabulary(weights: Any, path: str) -> None:
+    """Free a model's weights and raise ModelFileError if it has no vocabulary."""
+    if not vocabulary_size(weights):
+        library().llama_model_free(weights)
+        raise ModelFileError(
+            f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
+        )
 
 
 def _states(files: Sequence[Path]) -> list[str]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context_plan import parse_kv_types
 from edgespec.backends.llamacpp.devices import LayerPlacement, mtp_layer_count
-from edgespec.backends.llamacpp.loading import load_files
+from edgespec.backends.llamacpp.loading import check_vocabulary, load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import ggml, library
@@ -72,6 +72,7 @@ def load_on_workers(
     def load() -> LlamaCppModel:
         place = _Placer(list(chain.from_iterable(add_devices(workers))), placement, mtp_layer_count(path))
         weights = load_files(path, name, own, progress, repack=False, place=place)
+        check_vocabulary(weights, path)
         try:
             return LlamaCppModel(weights, path, name, own)
         except BaseException:
