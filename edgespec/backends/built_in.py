@@ -89,10 +89,10 @@ def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstima
     return GgufMemoryEstimator(path, name, split=True)
 
 
-def _taps_layers(_architecture: str) -> bool:
-    from edgespec.backends.llamacpp.state_taps import target_layers_api
+def _lists_target_layers() -> bool:
+    from edgespec.backends.llamacpp.state_taps import lists_target_layers
 
-    return target_layers_api() is not None
+    return lists_target_layers()
 
 
 def _returns_states(_architecture: str) -> bool:
@@ -209,14 +209,14 @@ _GGUF = FileFormat(
         "eagle": HeadSupport(
             network=_network("llamacpp.eagle"),
             formats=_GGUF_FILES,
-            runs_for=lambda architecture: _taps_layers(architecture) and _returns_states(architecture),
+            runs_for=lambda architecture: _lists_target_layers() and _returns_states(architecture),
             convert=_lazy("llamacpp.gguf_conversion:convert_eagle_head"),
             unconverted=frozenset({"EAGLE-1"}),
         ),
         "dflash": HeadSupport(
             network=_network("llamacpp.dflash"),
             formats=_GGUF_FILES,
-            runs_for=_taps_layers,
+            runs_for=lambda _architecture: _lists_target_layers(),
             convert=_lazy("llamacpp.gguf_conversion:convert_dflash_head"),
         ),
         # edgespec runs these heads itself, so any version of llama.cpp works.

@@ -26,7 +26,6 @@ from edgespec.backends.llamacpp.head_loading import (
     BATCH_TOKENS,
     EagleContext,
     HeadFile,
-    HeadWeights,
     check_sizes,
     head_memory,
     head_options,
@@ -83,21 +82,14 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         size = architecture_metadata(weights, "target_hidden_size") or library().llama_model_n_embd(weights)
         layers = target_layers(target, weights, head.shown_path, int(size))
         _check_rotations(weights, head.shown_path)
-        file = HeadWeights(
-            weights,
-            head.path or head.shown_path,
-            name,
-            options,
-            plan_context(weights, options),
-            partial(library().llama_model_free, weights),
-            head.shown_path,
-        )
+        path, plan = head.path or head.shown_path, plan_context(weights, options)
 
-        def open_context(target: HeadTarget, row_size: int) -> EagleContext:
+        def open_context(file: HeadFile, target: HeadTarget, row_size: int) -> EagleContext:
             threads = threads_for(weights, options)
             return EagleContext(weights, options, file.plan_for(target), threads, target.context, row_size)
 
-        return HeadFile(file, layers, open_context, partial(PairHead, encodes=True))
+        make_view = partial(PairHead, encodes=True)
+        return HeadFile(weights, path, head.shown_path, name, options, plan, layers, open_context, make_view)
 
     return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
