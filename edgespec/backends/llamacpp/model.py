@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.llamacpp.checkpoints import Checkpoint, open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext, LoraAdapters
 from edgespec.backends.llamacpp.context_plan import parse_kv_types
 from edgespec.backends.llamacpp.context_planning import initial_plan, plan_context, rebuild_context
 from edgespec.backends.llamacpp.devices import on_cpu
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads, describe_target
 from edgespec.backends.llamacpp.image_encoder import ImageEncoder, open_encoder
-from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.kv_cells import Checkpoint, Checkpoints, KvCells
 from edgespec.backends.llamacpp.loading import free_weights, load_all, threads_for, with_more_memory
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.probe import probe
@@ -90,7 +89,7 @@ class LlamaCppModel(HeadTarget):
             if encoder:
                 encoder.close()
             raise
-        self._checkpoints = open_checkpoints(context)
+        self._checkpoints = Checkpoints(context)
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:
         self._check(0)
