@@ -24,7 +24,7 @@ from edgespec.backends.llamacpp.kv_sequences import (
 )
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.shared_context import ContextSlot
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError

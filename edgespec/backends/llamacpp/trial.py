@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.model.base import Head, LoadOptions, Progress

@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan, choose_kv_types, kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import load_weights, threads_for
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.errors import CancelledError
 from edgespec.model.base import LoadOptions, Progress, Vocabulary
 

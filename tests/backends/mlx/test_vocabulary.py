@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.errors import BackendError, ClosedError, EdgespecError
 from edgespec.methods.model.vocabularies.translation import compare_vocabularies
