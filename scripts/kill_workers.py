@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 
 import edgespec
-from edgespec.cluster.status import LEAD, MEASURE, PROBE
+from edgespec.cluster.machines import LEAD, MEASURE, PROBE
 from edgespec.cluster.worker_server import HELLO
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"

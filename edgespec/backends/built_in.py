@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from edgespec.cluster.status import LLAMA_CPP, MLX, Library, installed_mlx
+from edgespec.cluster.machines import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.errors import CapabilityError
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit, Progress
 from edgespec.model.formats.gguf_files import check_gguf_adapters, gguf_files, named_gguf_files
@@ -177,7 +177,7 @@ _GGUF = FileFormat(
     recognise=lambda path: not path.is_dir(),
     load=_load_gguf,
     open_estimator=_estimate_gguf,
-    load_slots=_lazy("llamacpp.slot_model:load_slots"),
+    load_slots=_lazy("llamacpp.model:load_slots"),
     open_writer=_lazy("llamacpp.writer:open_writer"),
     worker_library=_llama_cpp_library,
     read_info=read_gguf_info,

@@ -22,10 +22,18 @@ from typing import Any
 
 import psutil
 
+from edgespec.cluster.connected import answer_messages, set_timeouts
 from edgespec.cluster.layer_child import LayerChild
-from edgespec.cluster.link import answer_messages, set_timeouts
-from edgespec.cluster.machines import LOOPBACK
-from edgespec.cluster.status import LAYERS, LEAD, MEASURE, PROBE, Device, WorkerStatus, installed_mlx
+from edgespec.cluster.machines import (
+    LAYERS,
+    LEAD,
+    LOOPBACK,
+    MEASURE,
+    PROBE,
+    Device,
+    WorkerStatus,
+    installed_mlx,
+)
 from edgespec.cluster.weight_cache import WeightCache
 from edgespec.errors import EdgespecError, WorkerError
 from edgespec.system.child_process import ChildProcess, module_arguments

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
 from edgespec.backends.llamacpp.weight_layouts import amx_added_bytes
-from edgespec.cluster.link import Link
+from edgespec.cluster.connected import Link
 from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
 from edgespec.model.base import LoadOptions
@@ -350,9 +350,6 @@ def _layer_bytes(path: str) -> list[int]:
     """Return the weight bytes of each layer, excluding the token embedding and the output layer.
 
     Multi-token prediction layers are excluded too, because llama.cpp does not load them on workers.
-
-    Raises:
-        ModelFileError: A file cannot be read or is truncated.
     """
     sizes: dict[int, int] = {}
     for name, size_bytes in _loaded_tensor_bytes(path).items():
