@@ -262,7 +262,7 @@ class LlamaContext(KvSequences):
             MemoryBudgetError: The KV cache cannot be allocated.
             OptionError: The KV types require flash attention, which is off.
         """
-        self._free()
+        self.release()
         recent_errors(clear=True)
         params = self._params
         params.n_ctx = plan.tokens
@@ -294,7 +294,7 @@ class LlamaContext(KvSequences):
                 "use a smaller --context or another --kv-type",
                 code="out_of_memory",
             )
-        self._attach(context)
+        self.attach(context)
         self.interrupt.attach(context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
         self._taps.apply(context)
@@ -384,10 +384,11 @@ class LlamaContext(KvSequences):
         """Return the hidden states from the last pass, which ran `count` tokens. See `StateTaps.rows`."""
         return self._taps.rows(self._context, count)
 
-    def _free(self) -> None:
+    def release(self) -> None:
+        """Free the llama_context and its KV cache. Call `allocate` before the next pass."""
         for reader in self.kv_readers:
             reader.release()
-        context = self._detach()
+        context = self.detach()
         self.tokens = 0
         # Drop the NumPy view of the logits, because `llama_free` frees the underlying memory.
         self._logits = np.empty((0, self._vocab_size), np.float32)
@@ -396,10 +397,6 @@ class LlamaContext(KvSequences):
             # Wait for the last pass, because a GPU may still be running it.
             self._lib.llama_synchronize(context)
             self._lib.llama_free(context)
-
-    def release(self) -> None:
-        """Free the llama_context and its KV cache. Call `allocate` before the next pass."""
-        self._free()
 
     @property
     def is_stale(self) -> bool:
@@ -608,17 +605,12 @@ class LlamaContext(KvSequences):
         )
 
     @property
-    def adapts_threads(self) -> bool:
-        """Whether the number of threads may change between passes."""
-        return self._thread_count is not None
-
-    @property
     def max_threads(self) -> int:
-        """Maximum number of threads, used on an idle machine."""
-        return self._thread_count.most if self._thread_count else self.threads
+        """Maximum number of threads, used on an idle machine. 0 if the number of threads never changes."""
+        return self._thread_count.most if self._thread_count else 0
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the maximum number of threads. Has no effect unless `adapts_threads`."""
+        """Set the maximum number of threads, unless the user set a fixed number."""
         if self._thread_count:
             self._thread_count.most = self._thread_count.current = threads
 
@@ -645,7 +637,7 @@ class LlamaContext(KvSequences):
 
     def close(self) -> None:
         """Free the llama_context and its batches."""
-        self._free()
+        self.release()
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()

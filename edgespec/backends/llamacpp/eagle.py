@@ -73,7 +73,11 @@ _FLOAT32_BYTES = 4
 def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load an EAGLE-3 head from a GGUF file, or an EAGLE-1 or EAGLE-2 head from a folder.
 
-    See `load_head_file` and `_load_eagle1_head`.
+    Raises:
+        CapabilityError: The head was made for a different target, or the target's hidden states cannot be
+            read.
+        ModelFileError: The head is damaged or not supported.
+        MemoryBudgetError: The head does not fit in memory.
     """
     if head.path is not None and head.path.is_dir():
         return _load_eagle1_head(target, head.path)
@@ -290,18 +294,6 @@ def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def _load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
-    """Load an EAGLE-1 or EAGLE-2 head for a target.
-
-    Args:
-        target: The model that the head drafts for.
-        folder: The head's folder, in the published format.
-
-    Raises:
-        CapabilityError: The head was made for a different target, or the target's hidden states cannot be
-            read.
-        ModelFileError: The folder contains no EAGLE-1 head, or the head is damaged or not supported.
-        MemoryBudgetError: The head does not fit in memory.
-    """
     files, path = read_eagle(folder), Path(target.facts.path)
     config, lib, (weights,) = files.config, library(), target.weights
     if config.version != 1:
@@ -423,16 +415,7 @@ def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
 
 
 def _estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate an EAGLE-1 head's memory use with a GGUF target, including the hidden-state log.
-
-    Args:
-        files: The head's files.
-        target: The target's file.
-        context_tokens: Size of the head's KV cache in tokens.
-
-    Raises:
-        ModelFileError: The target's file is damaged.
-    """
+    """Estimate an EAGLE-1 head's memory use with a GGUF target, including the hidden-state log."""
     config = files.config
     values = 8 * config.hidden_size + 3 * config.feed_forward_size
     compute = BATCH_TOKENS * values + MAX_LOGGED_TOKENS * config.target_size

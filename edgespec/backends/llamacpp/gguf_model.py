@@ -22,9 +22,9 @@ from edgespec.backends.llamacpp.kv_sequences import (
     merge_kv,
     sized_parts,
 )
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.shared_context import ContextSlot
-from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
@@ -96,7 +96,7 @@ class GgufModel(BaseModel):
 
     @property
     def max_threads(self) -> int:
-        return self._context.max_threads if self._context.adapts_threads else 0
+        return self._context.max_threads
 
     def set_max_threads(self, threads: int) -> None:
         for context in self._contexts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -105,8 +105,8 @@ class HeadFile:
     owns_weights: bool = True
     # One context per view: either its slot in a shared context, or a context of its own if there is only one
     # view.
-    _contexts: Sequence[HeadContext | HeadSlot] = ()
-    _close_context: Callable[[], None] = lambda: None
+    _contexts: Sequence[HeadContext | HeadSlot] = field(default=(), init=False)
+    _close_context: Callable[[], None] = field(default=lambda: None, init=False)
 
     def plan_for(self, target: HeadTarget) -> ContextPlan:
         """Return the head's context plan for the target's current context length."""

@@ -169,7 +169,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves and restores checkpoints of a recurrent model's state. Only the model's thread may use this class.
+    """Saves and restores checkpoints of a recurrent model's state, in the model's own thread.
 
     Each checkpoint is a llama.cpp sequence of its own, which is reused after the checkpoint has been
     garbage-collected. Saving one copies no data, because sequences can share KV cells and recurrent states.

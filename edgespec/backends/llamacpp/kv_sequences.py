@@ -123,12 +123,12 @@ class KvSequences:
                 return image.position
         return index
 
-    def _attach(self, context: Any) -> None:
+    def attach(self, context: Any) -> None:
         """Attach a new llama_context with empty sequences."""
         self._context, self._memory = context, self._lib.llama_get_memory(context)
 
-    def _detach(self) -> Any:
-        """Detach the llama_context and return it, so that the caller can free it."""
+    def detach(self) -> Any:
+        """Detach the llama_context before it is freed, and return it."""
         context, self._context, self._memory = self._context, None, None
         self._others.clear()
         return context

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import parse_kv_types
+from edgespec.backends.llamacpp.context_plan import choose_kv_types
 from edgespec.backends.llamacpp.context_planning import (
     cache_variant,
     initial_plan,
@@ -72,8 +72,7 @@ def load_layerskip(
     Raises:
         EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
     """
-    if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)
+    choose_kv_types(options)
     paths = {file: str(Path(folder) / file) for file in FILES}
     check_weights_fit(name, sum(Path(file).stat().st_size for file in paths.values()), options)
     splits = [[paths[part] for part in parts] for parts in PARTS]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan, choose_kv_types
 from edgespec.backends.llamacpp.devices import Paths, keep_experts_in_memory, model_files
 from edgespec.backends.llamacpp.expert_stream import ExpertStream, expert_table
 from edgespec.backends.llamacpp.header_validation import check_headers
@@ -112,6 +112,8 @@ def load_all(
         MemoryBudgetError: The weights to keep exceed the memory budget.
         EdgespecError: See `load_weights` for the other errors.
     """
+    # Report an invalid `--kv-type` before loading the model, which can take minutes.
+    choose_kv_types(options)
     if not options.streamed_layers:
         weights = load_weights(path, name, options, progress)
         check_vocabulary(weights, path)
@@ -319,12 +321,7 @@ def model_params(gpu_layers: int | None = None) -> Any:
 
 
 def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any:
-    """Open a GGUF model with llama.cpp. Errors name the files in `named`, which defaults to `paths`.
-
-    Raises:
-        ModelFileError: The model is damaged or not supported.
-        MemoryBudgetError: There is not enough memory.
-    """
+    """Open a GGUF model with llama.cpp. Errors name the files in `named`, which defaults to `paths`."""
     every = model_files(paths)
     named = named or every
     check_headers(named)

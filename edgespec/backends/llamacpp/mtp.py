@@ -159,13 +159,6 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
 
 
 def _load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
-    """Load a Gemma 4 assistant for a target.
-
-    Raises:
-        CapabilityError: The file was made for a different target, or several replies would share it.
-        ModelFileError: The file is damaged, or its logits are not finite.
-        MemoryBudgetError: The head does not fit in memory.
-    """
     check_assistant(path, Path(target.facts.path), target.facts.name)
     if target.options.parallel > 1:
         # The head reads the KV cells of the target's first llama.cpp sequence, which belongs to a single
@@ -207,11 +200,6 @@ def _checked_assistant(parts: HeadParts) -> _AssistantHead:
 
 
 def _estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a Gemma 4 assistant's memory, including the hidden-state log that it reads.
-
-    Raises:
-        ModelFileError: The file is missing or damaged.
-    """
     return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)),
@@ -285,7 +273,7 @@ class _AssistantHead(HeadView[HeadTarget]):
         return rows.logits if position else np.zeros_like(rows.logits)
 
     def interrupt(self, enabled: bool) -> None:
-        self._context.interrupt.requested = enabled
+        self._context.set_interrupt(enabled)
 
     def close(self) -> None:
         if not self._closed:

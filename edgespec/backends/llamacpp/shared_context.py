@@ -223,7 +223,7 @@ class ContextSlot(KvSequences):
         self.plan: ContextPlan = context.plan.share
         first, count = slot * self.plan.sequences, self.plan.sequences - self._EXTRA_SEQUENCES
         super().__init__(count, window=context.window, first=first, lock=shared.lock)
-        self._attach(context.handle)
+        self.attach(context.handle)
         self.tokens = self.plan.tokens
         self.shared = shared
         self.whole = context
@@ -231,14 +231,6 @@ class ContextSlot(KvSequences):
         self.max_width = max_pass_tokens(context)
         self.other_tokens = 0
         self._states: NDArray[np.float32] = np.empty((0, 0, 0), np.float32)
-
-    def attach(self, context: Any) -> None:
-        """Attach a new llama_context."""
-        self._attach(context)
-
-    def detach(self) -> None:
-        """Detach the llama_context before it is freed."""
-        self._detach()
 
     @property
     def batch_tokens(self) -> int:
@@ -253,10 +245,6 @@ class ContextSlot(KvSequences):
     @property
     def max_threads(self) -> int:
         return self.whole.max_threads
-
-    @property
-    def adapts_threads(self) -> bool:
-        return self.whole.adapts_threads
 
     def set_max_threads(self, threads: int) -> None:
         with self._lock:
