@@ -193,7 +193,7 @@ class Memory:
             free(context)
 
         def limited(context: LlamaContext, plan: ContextPlan) -> None:
-            context._free()
+            context.release()
             if sum(made.values()) + plan.tokens > self.tokens:
                 raise MemoryBudgetError(f"no memory for {plan.tokens} tokens", "use fewer")
             make(context, plan)

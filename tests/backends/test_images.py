@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.backends.llamacpp.model import load
+from edgespec.backends.llamacpp.model import load, load_slots
 from edgespec.backends.llamacpp.native import library, mtmd
-from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
