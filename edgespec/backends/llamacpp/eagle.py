@@ -19,14 +19,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import AttentionCells, HeadView, check_finite_logits, load_most_accurate
+from edgespec.backends.head_view import (
+    AttentionCells,
+    HeadView,
+    check_finite_logits,
+    check_sizes,
+    load_most_accurate,
+)
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_loading import (
     BATCH_TOKENS,
     EagleContext,
     HeadFile,
-    check_sizes,
     head_memory,
     head_options,
     load_head_file,

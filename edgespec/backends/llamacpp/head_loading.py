@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import check_finite
+from edgespec.backends.head_view import check_finite, check_sizes
 from edgespec.backends.llamacpp.context import Batch, LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.devices import has_own_memory
@@ -42,7 +42,6 @@ __all__ = [
     "HeadPass",
     "HeadRows",
     "PairContext",
-    "check_sizes",
     "head_memory",
     "head_options",
     "load_head_file",
@@ -303,25 +302,6 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
             code="head_mismatch",
         )
     return layers
-
-
-def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
-    """Raise CapabilityError if any of a head's sizes differs from the target's.
-
-    Args:
-        target: The model that the head drafts for.
-        path: The head's file, for the message.
-        sizes: (name, target's size, head's size) triples. The name is used in the message, as in
-            `("hidden states", 4096, 2048)`.
-    """
-    for what, own, needed in sizes:
-        if own != needed:
-            raise CapabilityError(
-                f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, but"
-                f" {target.facts.name} has {what} of size {own:,}",
-                "choose the head that was published for this model",
-                code="head_mismatch",
-            )
 
 
 def head_memory(

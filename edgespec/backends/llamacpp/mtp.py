@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import HeadView, check_finite
+from edgespec.backends.head_view import HeadView, check_finite, check_sizes
 from edgespec.backends.llamacpp.context_plan import ContextPlan, KvTypes
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.head import PairHead
@@ -23,7 +23,6 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadParts,
     HeadPass,
     PairContext,
-    check_sizes,
     head_memory,
     head_options,
     load_head_file,
