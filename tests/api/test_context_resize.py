@@ -186,7 +186,7 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
         made: dict[LlamaContext, int] = {}
-        make, free = LlamaContext.allocate, LlamaContext._free
+        make, free = LlamaContext.allocate, LlamaContext.release
 
         def freed(context: LlamaContext) -> None:
             made.pop(context, None)
@@ -200,7 +200,7 @@ class Memory:
             made[context] = plan.tokens
 
         monkeypatch.setattr(LlamaContext, "allocate", limited)
-        monkeypatch.setattr(LlamaContext, "_free", freed)
+        monkeypatch.setattr(LlamaContext, "release", freed)
 
 
 class TestNoMemory:

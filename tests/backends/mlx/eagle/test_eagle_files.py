@@ -14,7 +14,7 @@ from edgespec.backends.mlx.eagle import estimate_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.model.base import Head, LoadOptions
-from tests.backends.damaged_heads import check_same_replies
+from tests.backends.head_histories import check_same_replies
 from tests.backends.mlx.eagle.targets import CONTEXT, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS
 from tests.model.heads.published import write_head
