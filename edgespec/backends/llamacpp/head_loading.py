@@ -105,7 +105,7 @@ class HeadFile:
     # One context per view: either its slot in a shared context, or a context of its own if there is only one
     # view.
     _contexts: Sequence[HeadContext | HeadSlot] = field(default=(), init=False)
-    _close_context: Callable[[], None] = field(default=lambda: None, init=False)
+    _close_context: Callable[[], None] | None = field(default=None, init=False)
 
     def plan_for(self, target: HeadTarget) -> ContextPlan:
         """Return the head's context plan for the target's current context length."""
@@ -138,7 +138,8 @@ class HeadFile:
 
     def close(self) -> None:
         """Free the contexts and the weights. All views must already be closed."""
-        self._close_context()
+        if self._close_context is not None:
+            self._close_context()
         if self.owns_weights:
             library().llama_model_free(self.handle)
 
