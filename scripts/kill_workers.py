@@ -37,8 +37,8 @@ from typing import Any
 import psutil
 
 import edgespec
-from edgespec.cluster.rpc_child import HELLO
-from edgespec.cluster.status import LEAD, MEASURE, PROBE
+from edgespec.cluster.machines import LEAD, MEASURE, PROBE
+from edgespec.cluster.worker_server import HELLO
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"
 REPLY: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "seed": 3}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from edgespec.cluster.status import LLAMA_CPP, MLX, Library, installed_mlx
+from edgespec.cluster.machines import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.errors import CapabilityError
-from edgespec.model.base import EarlyExit, Head, LanguageModel, LoadOptions, LowBit, Progress
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit, Progress
 from edgespec.model.formats.gguf_files import check_gguf_adapters, gguf_files, named_gguf_files
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import (
@@ -23,7 +23,6 @@ from edgespec.model.formats.gguf_metadata import (
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.mtp_files import MTP_MODELS, mtp_files
-from edgespec.model.model_facts import Adapter, PassWeights
 from edgespec.model.registry import (
     Backend,
     BenchmarkModels,
@@ -33,11 +32,11 @@ from edgespec.model.registry import (
     HeadSupport,
     all_files,
 )
-from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.model.token_list import tokens_of_folder, tokens_of_header
 from edgespec.system.openblas import load_openblas
 
 if TYPE_CHECKING:
-    from edgespec.model.drafter_training import Teacher, Writer
+    from edgespec.model.drafter_training import Teacher
     from edgespec.model.memory_estimate import MemoryEstimator
 
 __all__ = ["BUILT_IN"]
@@ -48,14 +47,28 @@ _LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
 _MLX_PROCESS_BYTES = 128 * 2**20
 
 
-def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    from edgespec.backends import llamacpp
+def _lazy(name: str) -> Callable[..., Any]:
+    """Return a function that imports `module:function` in this package when it is first called."""
+    return partial(_call, name)
 
+
+def _call(name: str, *args: Any) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"edgespec.backends.{module}"), function)(*args)
+
+
+def _network(module: str) -> Callable[[], HeadNetwork]:
+    return lambda: cast(HeadNetwork, import_module(f"edgespec.backends.{module}"))
+
+
+def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     if options.workers is not None:
         from edgespec.backends.llamacpp.remote_model import load_on_workers
 
         return load_on_workers(path, name, options, options.workers, progress)
-    return llamacpp.load(path, name, options, progress)
+    from edgespec.backends.llamacpp.model import load
+
+    return load(path, name, options, progress)
 
 
 def _llama_cpp_library() -> Library:
@@ -64,70 +77,22 @@ def _llama_cpp_library() -> Library:
     return Library(LLAMA_CPP, str(library().__version__))
 
 
-def _load_gguf_slots(
-    path: str, name: str, options: LoadOptions, progress: Progress | None
-) -> Sequence[LanguageModel]:
-    from edgespec.backends.llamacpp.slot_model import load_slots
-
-    return load_slots(path, name, options, progress)
-
-
-def _open_gguf_writer(path: str, name: str, progress: Progress | None) -> AbstractContextManager[Writer]:
-    from edgespec.backends.llamacpp.writer import open_writer
-
-    return open_writer(path, name, progress)
-
-
 def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
     from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 
     return GgufMemoryEstimator(path, name)
 
 
-def _try_gguf(path: str, name: str, runs: bool, progress: Progress | None) -> None:
-    from edgespec.backends.llamacpp.trial import try_model
+def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
+    from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 
-    try_model(path, name, runs, progress)
-
-
-def _try_gguf_head(path: str, name: str, head: Head, progress: Progress | None) -> None:
-    from edgespec.backends.llamacpp.trial import try_head
-
-    try_head(path, name, head, progress)
+    return GgufMemoryEstimator(path, name, split=True)
 
 
-def _try_gguf_adapters(path: str, name: str, adapters: Sequence[Adapter], progress: Progress | None) -> None:
-    from edgespec.backends.llamacpp.trial import try_adapters
+def _lists_target_layers() -> bool:
+    from edgespec.backends.llamacpp.state_taps import lists_target_layers
 
-    try_adapters(path, name, adapters, progress)
-
-
-def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWeights:
-    from edgespec.backends.llamacpp.benchmark_model import write_benchmark_model
-
-    return write_benchmark_model(path, type_name, size_bytes)
-
-
-def _network(module: str) -> Callable[[], HeadNetwork]:
-    return lambda: cast(HeadNetwork, import_module(f"edgespec.backends.{module}"))
-
-
-def _convert_eagle(folder: Path, target_layers: int, output: Path) -> None:
-    from edgespec.backends.llamacpp.gguf_conversion import convert_eagle_head
-
-    convert_eagle_head(folder, target_layers, output)
-
-
-def _convert_dflash(folder: Path, target_layers: int, output: Path) -> None:
-    from edgespec.backends.llamacpp.gguf_conversion import convert_dflash_head
-
-    convert_dflash_head(folder, target_layers, output)
-
-
-def _taps_layers(_architecture: str) -> bool:
-    from edgespec.backends.llamacpp.state_taps import target_layers_api
-
-    return target_layers_api() is not None
+    return lists_target_layers()
 
 
 def _returns_states(_architecture: str) -> bool:
@@ -140,32 +105,6 @@ def _has_mtp_graph(architecture: str) -> bool:
     from edgespec.backends.llamacpp.mtp_files import ASSISTANT_TARGET, MTP_GRAPHS
 
     return architecture in (*MTP_GRAPHS, ASSISTANT_TARGET) and _returns_states(architecture)
-
-
-def _gguf_tokens(path: Path) -> TokenList | None:
-    return tokens_of_header(read_header(gguf_files(path)[0]))
-
-
-def _load_split(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    from edgespec.backends.llamacpp.layerskip import load_layerskip
-
-    return load_layerskip(path, name, options, progress)
-
-
-def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
-    from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
-
-    return GgufMemoryEstimator(path, name, split=True)
-
-
-def _try_split(path: str, name: str, runs: bool, progress: Progress | None) -> None:
-    from edgespec.backends.llamacpp.trial import try_split_model
-
-    try_split_model(path, name, runs, progress)
-
-
-def _split_tokens(folder: Path) -> TokenList | None:
-    return tokens_of_header(read_header(split_metadata_file(folder)))
 
 
 def _load_mlx(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
@@ -214,28 +153,10 @@ def _llama_cpp_cards() -> Sequence[tuple[str, int]]:
     return [(card.description, card.free_bytes) for card in cards()]
 
 
-def _preload_llama_cpp() -> None:
-    from edgespec.backends.llamacpp.native import library
-
-    library()
-
-
-def _preload_mlx() -> None:
-    from edgespec.backends.mlx.build_info import mlx_lm_utils
-
-    mlx_lm_utils()
-
-
 def _llama_cpp_knows(architecture: str) -> bool:
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     return architecture in gguf.MODEL_ARCH_NAMES.values()
-
-
-def _llama_cpp_build() -> str:
-    from edgespec.backends.llamacpp.build_info import build_identity
-
-    return build_identity()
 
 
 def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
@@ -245,12 +166,6 @@ def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     if path.is_dir() or options.streamed_layers:
         return False
     return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers, options.experts)
-
-
-def _llama_cpp_streams(gpu_layers: int | None) -> bool:
-    from edgespec.backends.llamacpp.weight_stream import can_stream
-
-    return can_stream(gpu_layers)
 
 
 def _mlx_build() -> str:
@@ -274,11 +189,11 @@ _GGUF = FileFormat(
     recognise=lambda path: not path.is_dir(),
     load=_load_gguf,
     open_estimator=_estimate_gguf,
-    load_slots=_load_gguf_slots,
-    open_writer=_open_gguf_writer,
+    load_slots=_lazy("llamacpp.model:load_slots"),
+    open_writer=_lazy("llamacpp.writer:open_writer"),
     worker_library=_llama_cpp_library,
     read_info=read_gguf_info,
-    read_tokens=_gguf_tokens,
+    read_tokens=lambda path: tokens_of_header(read_header(gguf_files(path)[0])),
     files=gguf_files,
     named_files=named_gguf_files,
     one_file_per_quantisation=True,
@@ -286,14 +201,14 @@ _GGUF = FileFormat(
     preparations=frozenset({EarlyExit.method, LowBit.method}),
     projectors=True,
     low_bit_copy_format="gguf",
-    trial=_try_gguf,
-    try_head=_try_gguf_head,
+    trial=_lazy("llamacpp.trial:try_model"),
+    try_head=_lazy("llamacpp.trial:try_head"),
     check_adapters=check_gguf_adapters,
-    try_adapters=_try_gguf_adapters,
+    try_adapters=_lazy("llamacpp.trial:try_adapters"),
     read_pass_weights=read_pass_weights,
     benchmark_models=BenchmarkModels(
         types=_BITS_PER_WEIGHT,
-        write=_write_gguf_benchmark,
+        write=_lazy("llamacpp.benchmark_model:write_benchmark_model"),
         mixtures={
             "Q5_K_M": {"Q5_K": 0.75, "Q6_K": 0.25},
             "Q4_K_M": {"Q4_K": 0.73, "Q6_K": 0.27},
@@ -306,15 +221,15 @@ _GGUF = FileFormat(
         "eagle": HeadSupport(
             network=_network("llamacpp.eagle"),
             formats=_GGUF_FILES,
-            runs_for=lambda architecture: _taps_layers(architecture) and _returns_states(architecture),
-            convert=_convert_eagle,
+            runs_for=lambda architecture: _lists_target_layers() and _returns_states(architecture),
+            convert=_lazy("llamacpp.gguf_conversion:convert_eagle_head"),
             unconverted=frozenset({"EAGLE-1"}),
         ),
         "dflash": HeadSupport(
             network=_network("llamacpp.dflash"),
             formats=_GGUF_FILES,
-            runs_for=_taps_layers,
-            convert=_convert_dflash,
+            runs_for=lambda _architecture: _lists_target_layers(),
+            convert=_lazy("llamacpp.gguf_conversion:convert_dflash_head"),
         ),
         # edgespec runs these heads itself, so any version of llama.cpp works.
         "residual": HeadSupport(network=_network("llamacpp.residual_target"), formats=_PUBLISHED),
@@ -324,15 +239,15 @@ _SPLIT_GGUF = FileFormat(
     name="layerskip",
     label="GGUF prepared for early exit, run by llama.cpp",
     recognise=lambda _path: False,
-    load=_load_split,
+    load=_lazy("llamacpp.layerskip:load_layerskip"),
     open_estimator=_estimate_split,
     read_info=read_split_info,
-    read_tokens=_split_tokens,
+    read_tokens=lambda folder: tokens_of_header(read_header(split_metadata_file(folder))),
     mapped=True,
     preparations=frozenset({LowBit.method}),
     fixed_exit=True,
     low_bit_copy_format="gguf",
-    trial=_try_split,
+    trial=_lazy("llamacpp.trial:try_split_model"),
 )
 _MLX = FileFormat(
     name="mlx",
@@ -368,11 +283,11 @@ BUILT_IN = (
         process_bytes=_LLAMA_CPP_PROCESS_BYTES,
         modules=("llama_cpp",),
         packages=("llama-cpp-python",),
-        preload=_preload_llama_cpp,
+        preload=_lazy("llamacpp.native:library"),
         graphics_cards=_llama_cpp_cards,
-        build_identity=_llama_cpp_build,
+        build_identity=_lazy("llamacpp.build_info:build_identity"),
         repacks=_llama_cpp_repacks,
-        streams=_llama_cpp_streams,
+        streams=_lazy("llamacpp.weight_stream:can_stream"),
         knows_architecture=_llama_cpp_knows,
     ),
     Backend(
@@ -382,7 +297,7 @@ BUILT_IN = (
         require=require_mlx,
         modules=("mlx.core",),
         packages=("mlx", "mlx-lm"),
-        preload=_preload_mlx,
+        preload=_lazy("mlx.build_info:mlx_lm_utils"),
         cache_follows_text=True,
         build_identity=_mlx_build,
         ignored_options=frozenset({"threads", "gpu_layers", "experts", "flash_attention", "mmap", "mlock"}),

@@ -30,6 +30,7 @@ __all__ = [
     "HeadView",
     "check_finite",
     "check_finite_logits",
+    "check_sizes",
     "load_most_accurate",
 ]
 
@@ -328,6 +329,25 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
             f"the draft head {path} is damaged: it computes values that are not finite",
             "download it again, or use --head none",
         )
+
+
+def check_sizes(target: BaseModel, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
+    """Raise CapabilityError if any of a head's sizes differs from the target's.
+
+    Args:
+        target: The model that the head drafts for.
+        path: The head's file, for the message.
+        sizes: (name, target's size, head's size) triples. The name is used in the message, as in
+            `("hidden states", 4096, 2048)`.
+    """
+    for what, own, needed in sizes:
+        if own != needed:
+            raise CapabilityError(
+                f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, but"
+                f" {target.facts.name} has {what} of size {own:,}",
+                "choose the head that was published for this model",
+                code="head_mismatch",
+            )
 
 
 def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: Path) -> H:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from edgespec.backends.head_view import AttentionCells, HeadView
+from edgespec.backends.head_view import AttentionCells, HeadView, check_sizes
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
@@ -192,14 +192,6 @@ class ResidualHeadTarget:
     output: Callable[[], Product]
     weight_bytes: WeightBytes
 
-    def made_for_another(self, path: Path, what: str, needed: int, own: int) -> CapabilityError:
-        return CapabilityError(
-            f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, but"
-            f" {self.model.facts.name} has {what} of size {own:,}",
-            "choose the head that was published for this model",
-            code="head_mismatch",
-        )
-
 
 def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidualHeads:
     """Load the Medusa or Hydra heads at `path` for a target.
@@ -211,8 +203,8 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
         MemoryBudgetError: The heads do not fit in memory.
     """
     heads, model = read_residual_heads(path), target.model.facts
-    if heads.vocab_size not in (0, model.vocab_size):
-        raise target.made_for_another(path, "a vocabulary", heads.vocab_size, model.vocab_size)
+    if heads.vocab_size:
+        check_sizes(target.model, path, [("a vocabulary", model.vocab_size, heads.vocab_size)])
     if heads.layers_before_last >= target.layers:
         raise CapabilityError(
             f"the draft head {path} was made for another model: it reads the hidden states before the last"
@@ -227,8 +219,7 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
     state = target.layers - heads.layers_before_last if heads.layers_before_last else POST_NORM
     log = target.model.log_hidden_states([state])
     try:
-        if heads.state_size != log.row_size:
-            raise target.made_for_another(path, "hidden states", heads.state_size, log.row_size)
+        check_sizes(target.model, path, [("hidden states", log.row_size, heads.state_size)])
         return LoadedResidualHeads(target, heads, path, state, facts)
     finally:
         target.model.stop_logging(log)

@@ -9,10 +9,16 @@ from functools import partial
 from typing import Any
 
 from edgespec.cli.interrupt import Stop
-from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes, wait_for
-from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
+from edgespec.cluster.connected import LinkSpeed, measure_link, probe_worker, usable_bytes, wait_for
+from edgespec.cluster.machines import (
+    LLAMA_CPP,
+    Library,
+    SshAddress,
+    WorkerAddress,
+    WorkerStatus,
+    parse_machines,
+)
 from edgespec.cluster.ssh import reach_workers
-from edgespec.cluster.status import LLAMA_CPP, Library, WorkerStatus
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.system.files import format_bytes, format_rate
 

@@ -18,8 +18,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import KindType
 from edgespec.cli.screen import note, print_json
-from edgespec.cluster.machines import parse_address
-from edgespec.cluster.status import STDIN_SILENCE_SECONDS
+from edgespec.cluster.machines import STDIN_SILENCE_SECONDS, parse_address
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.options.option import Integer, Size
 from edgespec.system.checks import parse_size

@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
-from edgespec.cluster.link import ConnectProgress
-from edgespec.cluster.machines import SshAddress, WorkerAddress
-from edgespec.cluster.rpc_child import LOOPBACK
-from edgespec.cluster.status import STDIN_SILENCE_SECONDS
+from edgespec.cluster.machines import LOOPBACK, STDIN_SILENCE_SECONDS, SshAddress, WorkerAddress
 from edgespec.errors import CancelledError, WorkerError, shorten
 
-__all__ = ["reach_workers"]
+__all__ = ["ConnectProgress", "reach_workers"]
+
+# Called with a description and a fraction. Returning False cancels the connection.
+ConnectProgress: TypeAlias = Callable[[str, float], bool]
 
 _SSH = "ssh"
 _OPTIONS = (

@@ -1,27 +1,56 @@
-"""The server behind `edgespec worker`, which lets models on other machines use this machine's memory."""
+"""The server behind `edgespec worker`, which lets models on other machines use this machine's memory.
+
+llama.cpp's RPC server runs in a child process, so that an abort there does not take down the worker. The
+worker queries it for its version, devices and memory without loading llama.cpp. A request is a command (1
+byte), the size of its data (8 bytes, little-endian) and the data. A response is the size of its data and the
+data.
+"""
 
 from __future__ import annotations
 
+import json
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from edgespec.cluster.connected import answer_messages, set_timeouts
 from edgespec.cluster.layer_child import LayerChild
-from edgespec.cluster.link import answer_messages, set_timeouts
-from edgespec.cluster.rpc_child import HELLO, LOOPBACK, RpcChild
-from edgespec.cluster.status import LAYERS, LEAD, MEASURE, PROBE, Device, WorkerStatus, installed_mlx
+from edgespec.cluster.machines import (
+    LAYERS,
+    LEAD,
+    LOOPBACK,
+    MEASURE,
+    PROBE,
+    Device,
+    WorkerStatus,
+    installed_mlx,
+)
 from edgespec.cluster.weight_cache import WeightCache
 from edgespec.errors import EdgespecError, WorkerError
+from edgespec.system.child_process import ChildProcess, module_arguments
 
-__all__ = ["WorkerServer"]
+__all__ = ["HELLO", "RpcChild", "WorkerServer", "probe_rpc_server"]
+
+# Commands of the RPC protocol. A connection begins with HELLO.
+HELLO, _DEVICE_MEMORY, _DEVICE_COUNT = 14, 11, 15
+# HELLO exchanges the transports that each side supports. The request has 24 bytes, all 0 for TCP. The
+# response has three version bytes, a padding byte and 24 bytes in the same format.
+_TRANSPORTS = bytes(24)
+_HELLO_RESPONSE_BYTES = 28
+_MAX_DEVICES = 16
+# Time limit in seconds for the RPC server to start. Importing llama.cpp takes seconds on a slow disk, and
+# initialising a GPU can take longer.
+_START_SECONDS = 60.0
+_PROBE_SECONDS = 5.0
 
 # Time limit in seconds for a client to send its greeting.
 _GREETING_SECONDS = 5.0
@@ -29,7 +58,6 @@ _GREETING_SECONDS = 5.0
 _MAX_CONNECTIONS = 16
 # Maximum number of connections whose clients have sent nothing yet, such as those of a port scanner.
 _MAX_SILENT = 16
-# The first byte that llama.cpp's RPC client sends.
 _RPC = bytes([HELLO])
 _RELAYED_BYTES = 1 << 20
 # Seconds that a new target waits for the worker to notice that the previous one closed its connection.
@@ -156,7 +184,7 @@ class WorkerServer:
     def status(self) -> WorkerStatus:
         """Return the worker's status, including its free memory."""
         child = self._child
-        free = [free for free, _ in child.server.devices]
+        free = list(child.server.free_bytes)
         if child.on_cpu:
             # Use the available memory, because llama.cpp reports all memory as free.
             free = [max(0, psutil.virtual_memory().available - _RESERVE_BYTES)]
@@ -325,6 +353,122 @@ class WorkerServer:
             back.start()
             _copy(client, server)
             back.join()
+
+
+class RpcChild:
+    """A running RPC server. It writes a byte to `beats` every second.
+
+    Args:
+        cache: Folder for received weights, or None to disable the cache.
+        threads: Number of CPU threads, or None for the default.
+
+    Attributes:
+        port: The server's port on the loopback interface.
+        llama_cpp: The version of llama-cpp-python.
+        device_names: The names of the devices.
+        on_cpu: Whether the only device is the CPU.
+        server: The protocol version, and the free memory of each device.
+        beats: The stream of heartbeat bytes.
+
+    Raises:
+        WorkerError: The server cannot be started.
+    """
+
+    def __init__(self, cache: Path | None, threads: int | None) -> None:
+        self._process = ChildProcess(module_arguments("edgespec.backends.llamacpp.rpc"))
+        try:
+            options = {"cache": None if cache is None else str(cache), "threads": threads}
+            self._process.stdin.write(json.dumps(options).encode() + b"\n")
+            self._process.stdin.flush()
+            started = self._read_start()
+            self.port, self.llama_cpp = int(started["port"]), str(started["llama_cpp"])
+            self.device_names: tuple[str, ...] = tuple(started["devices"])
+            self.on_cpu = bool(started["on_cpu"])
+            self.server = self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.beats = self._process.stdout
+
+    def _read_start(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(
+                "llama.cpp's RPC server exited during startup",
+                "run `edgespec doctor` to check the installation",
+                code="worker_not_started",
+            )
+        started: dict[str, Any] = json.loads(line)
+        if "error" in started:
+            raise WorkerError(started["error"], started["next_step"], code="worker_not_started")
+        return started
+
+    def _wait_until_ready(self) -> RpcServer:
+        end = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                return probe_rpc_server(self.port)
+            except (OSError, ValueError) as error:
+                if time.monotonic() > end or not self._process.alive:
+                    raise WorkerError(
+                        f"llama.cpp's RPC server did not start: {error}",
+                        "run `edgespec doctor` to check the installation",
+                        code="worker_not_started",
+                    ) from error
+                time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop the server. Repeated calls have no effect."""
+        self._process.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RpcServer:
+    """The protocol version of an RPC server, and the free memory of its devices in bytes."""
+
+    version: tuple[int, int, int]
+    free_bytes: tuple[int, ...]
+
+
+def probe_rpc_server(port: int) -> RpcServer:
+    """Query the version and devices of an RPC server on this machine.
+
+    A server that is busy with another client accepts the connection but does not answer.
+
+    Raises:
+        OSError: The server cannot be reached or does not answer in time (`TimeoutError`).
+        ValueError: The other side is not a llama.cpp RPC server.
+    """
+    with socket.create_connection((LOOPBACK, port), timeout=_PROBE_SECONDS) as connection:
+
+        def ask(command: int, data: bytes, response_bytes: int) -> bytes:
+            connection.sendall(struct.pack("<BQ", command, len(data)) + data)
+            (size,) = struct.unpack("<Q", _receive(connection, 8))
+            if size != response_bytes:
+                raise ValueError(f"the response has {size} bytes instead of {response_bytes}")
+            return _receive(connection, response_bytes)
+
+        major, minor, patch = ask(HELLO, _TRANSPORTS, _HELLO_RESPONSE_BYTES)[:3]
+        (count,) = struct.unpack("<I", ask(_DEVICE_COUNT, b"", 4))
+        if not 0 < count <= _MAX_DEVICES:
+            raise ValueError(f"the server reports an invalid number of devices ({count})")
+        # The server returns the free and the total memory of each device.
+        memory = [struct.unpack("<QQ", ask(_DEVICE_MEMORY, struct.pack("<I", i), 16)) for i in range(count)]
+        return RpcServer((major, minor, patch), tuple(free for free, _ in memory))
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        more = connection.recv(size - len(received))
+        if not more:
+            raise ValueError("the server closed the connection")
+        received += more
+    return received
 
 
 def _read_beat(child: RpcChild) -> bytes:

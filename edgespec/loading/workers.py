@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.link import LinkSpeed
+from edgespec.cluster.connected import ConnectedWorkers, LinkSpeed
 from edgespec.cluster.machines import Machines, SshAddress
 from edgespec.errors import OptionError
 from edgespec.loading.constants import OUTPUT_ROWS

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from edgespec.cluster.status import Library
+from edgespec.cluster.machines import Library
 from edgespec.errors import BackendMissingError, ModelFileError
 from edgespec.model.base import Head, LanguageModel, LoadOptions, Progress
 from edgespec.model.drafter_training import Teacher, Writer

@@ -186,21 +186,21 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
         made: dict[LlamaContext, int] = {}
-        make, free = LlamaContext.allocate, LlamaContext._free
+        make, free = LlamaContext.allocate, LlamaContext.release
 
         def freed(context: LlamaContext) -> None:
             made.pop(context, None)
             free(context)
 
         def limited(context: LlamaContext, plan: ContextPlan) -> None:
-            context._free()
+            context.release()
             if sum(made.values()) + plan.tokens > self.tokens:
                 raise MemoryBudgetError(f"no memory for {plan.tokens} tokens", "use fewer")
             make(context, plan)
             made[context] = plan.tokens
 
         monkeypatch.setattr(LlamaContext, "allocate", limited)
-        monkeypatch.setattr(LlamaContext, "_free", freed)
+        monkeypatch.setattr(LlamaContext, "release", freed)
 
 
 class TestNoMemory:

@@ -11,8 +11,8 @@ import pytest
 
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.model import load_slots
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.weight_stream import LAYERS_IN_MEMORY, can_stream
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.model.base import LanguageModel, LoadOptions

@@ -1,21 +1,25 @@
-"""Histories of a target, after which its head must draft like a fresh one."""
+"""Checks of heads: after any history, they draft like fresh ones, and damaged heads change no reply."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
 
+import gguf
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import edgespec
+from edgespec.api.loading import always_draft
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError
+from edgespec.errors import CancelledError, EdgespecError
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
@@ -237,3 +241,54 @@ def check_history(
     assert (known == np.isfinite(drafted)).all()
     largest = max(5.0, np.abs(expected[known]).max())
     assert np.abs(drafted[known] - expected[known]).max() < tolerance * largest
+
+
+# Positions of bytes, and their new values.
+BYTE_CHANGES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4)
+
+
+def check_same_replies(
+    target: Path, method: str, head: Path, temperatures: Sequence[float] = (0.0, 0.8), **options: Any
+) -> None:
+    """Check that replies with a head are those of plain decoding."""
+    with (
+        always_draft(),
+        edgespec.load(str(target), "none", method="none", context=256) as plain,
+        edgespec.load(str(target), "none", method=method, head=head, context=256, **options) as drafting,
+    ):
+        for temperature in temperatures:
+            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            reply = drafting.generate("the file", **asked)
+            assert reply.stats.drafted_tokens
+            assert reply.tokens == plain.generate("the file", **asked).tokens
+
+
+def check_changed_bytes(
+    target: Path, method: str, head: Path, changes: list[tuple[int, int]], header_bytes: int
+) -> None:
+    """Check that a head with a damaged header is either rejected or changes no reply.
+
+    Damaged files may crash llama.cpp, but only in the child process that tests them first.
+    """
+    data = bytearray(head.read_bytes())
+    for position, value in changes:
+        data[position % header_bytes] = value
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "head.gguf"
+        path.write_bytes(data)
+        options: dict[str, Any] = {"methods": ["none", method], "head": path, "context": 256}
+        try:
+            with always_draft(), edgespec.load(str(target), "none", **options) as runtime:
+                reply = runtime.generate("the file", method=method, **asked)
+                assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
+        except EdgespecError:
+            pass
+
+
+def overwritten(path: Path, name: str, value: float | np.generic) -> Path:
+    """Set all values of the first tensor of a GGUF file whose name contains `name`."""
+    reader = gguf.GGUFReader(path, "r+")
+    next(tensor for tensor in reader.tensors if name in tensor.name).data[:] = value
+    reader.data.flush()
+    return path

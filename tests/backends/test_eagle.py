@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,8 +23,14 @@ from edgespec.errors import CapabilityError, ModelFileError, ModelNotFoundError,
 from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HiddenStateLog
-from tests.backends.damaged_heads import check_same_replies
-from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.head_histories import (
+    ROUNDS,
+    Round,
+    check_history,
+    check_same_replies,
+    first_logits,
+    overwritten,
+)
 from tests.backends.published_heads import VOCAB, write_published
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
@@ -169,10 +174,7 @@ def test_a_head_that_drafts_unknown_tokens_is_refused(
     target: LlamaCppModel, tmp_path: Path, token: int
 ) -> None:
     """They would make llama.cpp end the process."""
-    path = write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2))
-    reader = gguf.GGUFReader(path, "r+")
-    next(tensor for tensor in reader.tensors if tensor.name == "d2t").data[5] = token
-    reader.data.flush()
+    path = overwritten(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), "d2t", np.int64(token))
     with raises(ModelFileError, "outside"):
         target.self_draft(Head("eagle", path))
 
@@ -279,19 +281,11 @@ def test_a_missing_head_is_an_error() -> None:
         edgespec.load("demo", "none", method="eagle")
 
 
-def damaged(path: Path, value: float) -> Path:
-    """Write this value to all weights of a head's last matrix."""
-    reader = gguf.GGUFReader(path, "r+")
-    tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight")
-    tensor.data[:] = value
-    return path
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_head_whose_logits_are_not_finite_is_refused(
     target: LlamaCppModel, tmp_path: Path, value: float
 ) -> None:
-    head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), value)
+    head = overwritten(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), "blk.0.ffn_down.weight", value)
     with raises(ModelFileError, "not finite"):
         target.self_draft(Head("eagle", head))
 
@@ -299,7 +293,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path, temperature: float) -> None:
-    head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), 1e30)
+    head = overwritten(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), "blk.0.ffn_down.weight", 1e30)
     check_same_replies(files.target, "eagle", head, [temperature])
 
 
@@ -307,6 +301,10 @@ def test_errors_about_a_converted_head_name_its_folder(
     files: Files, target: LlamaCppModel, tmp_path: Path
 ) -> None:
     folder = write_published(tmp_path / "published")
-    head = Head("eagle", damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), np.nan), folder)
+    head = Head(
+        "eagle",
+        overwritten(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), "blk.0.ffn_down.weight", np.nan),
+        folder,
+    )
     with raises(ModelFileError, folder):
         target.self_draft(head)

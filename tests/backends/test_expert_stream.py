@@ -20,8 +20,7 @@ import edgespec
 from edgespec.backends.llamacpp import native
 from edgespec.backends.llamacpp.expert_stream import ExpertStream, ExpertTable, expert_table, saved_uses
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
-from edgespec.backends.llamacpp.model import load
-from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.model import load, load_slots
 from edgespec.backends.llamacpp.weight_stream import WeightStream, can_stream, streamable_layers
 from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
@@ -29,7 +28,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.memory.plan import Streaming
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import Rows, step, step_all, tokens_for
-from tests.backends.test_weight_stream import _OPTIONS, _memory_bytes, _rows, _same
+from tests.backends.test_weight_stream import _ALL, _OPTIONS, _STREAMED, _memory_bytes, _rows, _rows_of, _same
 from tests.backends.tiny_models import write_moe
 from tests.backends.tiny_mtp_models import write_mtp_model
 from tests.raising import raises
@@ -37,9 +36,6 @@ from tests.raising import raises
 pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
 
 _LAYERS, _EXPERTS, _USED = 6, 16, 2
-# Number of steps in which the whole model is streamed, except for the experts of one layer.
-_ALL = 100
-_STREAMED = replace(_OPTIONS, streamed_layers=_ALL)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +48,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[Rows]:
     """The logits of a prompt, of two steps and of a wide pass, with all weights in memory."""
-    model = load(str(path), "moe", _OPTIONS)
-    rows = _rows(model)
-    model.close()
-    return rows
+    return _rows_of(path)
 
 
 @pytest.fixture
@@ -263,30 +256,6 @@ def test_ctrl_c_cancels_a_pass(
     assert _same(_rows(model), expected)
 
 
-@pytest.mark.parametrize("change", ["truncated", "overwritten"])
-def test_a_file_that_changes_ends_the_reply_but_not_the_process(
-    model: LanguageModel, copy: Path, change: str
-) -> None:
-    step(model, 5)
-    if change == "truncated":
-        os.truncate(copy, 5000)
-    else:
-        with copy.open("r+b") as file:
-            file.seek(1 << 20)
-            file.write(b"damaged")
-    for _ in range(2):
-        with raises(BackendError, code="model_file_unreadable"):
-            step_all(model, tokens_for(model, 40))
-
-
-def test_a_file_that_was_replaced_stays_readable(
-    model: LanguageModel, copy: Path, expected: list[Rows]
-) -> None:
-    copy.unlink()
-    copy.write_bytes(b"another model")
-    assert _same(_rows(model), expected)
-
-
 def test_a_disk_that_fails_for_a_moment_ends_one_reply(
     model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,9 +284,7 @@ def test_a_pass_whose_choices_are_not_reported_fails(
 
 def test_passes_over_the_first_layers_use_only_their_experts(tmp_path: Path) -> None:
     path = write_moe(tmp_path / "deep.gguf", layers=16, feed_forward=256)
-    model = load(str(path), "deep", _OPTIONS)
-    expected = _rows(model)
-    model.close()
+    expected = _rows_of(path)
     model = load(str(path), "deep", _STREAMED)
     before = _stream(model)._uses.copy()
     assert model.run_first_layers(True)

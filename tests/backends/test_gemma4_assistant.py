@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,9 +29,17 @@ from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HeadModel
 from edgespec.store.heads import head_options
 from edgespec.store.reference import resolve
-from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes, check_same_replies
 from tests.backends.gemma4_reference import GemmaReference
-from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.head_histories import (
+    BYTE_CHANGES,
+    ROUNDS,
+    Round,
+    check_changed_bytes,
+    check_history,
+    check_same_replies,
+    first_logits,
+    overwritten,
+)
 from tests.backends.tiny_gemma4_models import WINDOW, Gemma4Shape, write_gemma4, write_gemma4_assistant
 from tests.backends.tiny_models import WORDS, write_gemma3
 from tests.cases import covering, first
@@ -279,14 +286,6 @@ def test_an_incomplete_head_is_refused(target: LanguageModel, tmp_path: Path, te
         head_of(target, write_gemma4_assistant(tmp_path / "head.gguf", without=tensor))
 
 
-def damaged(path: Path, value: float) -> Path:
-    """Write a head in which all weights of one attention matrix have this value."""
-    reader = gguf.GGUFReader(write_gemma4_assistant(path), "r+")
-    next(tensor for tensor in reader.tensors if "attn_output" in tensor.name).data[:] = value
-    reader.data.flush()
-    return path
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("text", [[], TEXT])
@@ -295,14 +294,19 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
 ) -> None:
     target.prefill(text)
     with raises(ModelFileError, "not finite"):
-        head_of(target, damaged(tmp_path / "head.gguf", value))
+        head_of(target, overwritten(write_gemma4_assistant(tmp_path / "head.gguf"), "attn_output", value))
     assert target.length == len(text)
     plain.head_of(target).close()
 
 
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_useless_head_changes_no_reply(plain: Files, tmp_path: Path, temperature: float) -> None:
-    check_same_replies(plain.target, "mtp", damaged(tmp_path / "head.gguf", 1e30), [temperature])
+    check_same_replies(
+        plain.target,
+        "mtp",
+        overwritten(write_gemma4_assistant(tmp_path / "head.gguf"), "attn_output", 1e30),
+        [temperature],
+    )
 
 
 @settings(max_examples=4, deadline=None)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.backends.llamacpp.model import load
+from edgespec.backends.llamacpp.model import load, load_slots
 from edgespec.backends.llamacpp.native import library, mtmd
-from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -78,7 +77,7 @@ def greedy(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
 
 def reference(model: Any, image: Image) -> list[int]:
     """Return the reply that libmtmd's own helper gives, which llama.cpp's programs use."""
-    lib, vision, encoder = library(), mtmd(), model._encoder
+    lib, vision, encoder = library(), mtmd(), model.encoder
     params = lib.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 512
     params.n_threads = params.n_threads_batch = 1

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.backends import llamacpp
-from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context_plan import choose_kv_types
+from edgespec.backends.llamacpp.kv_cells import Checkpoints
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, OptionError
@@ -151,7 +151,7 @@ def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None
 def test_an_inexact_restore_disables_speculation(
     name: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StateCheckpoints, "restore", lambda self, checkpoint: None)
+    monkeypatch.setattr(Checkpoints, "restore", lambda self, checkpoint: None)
     with edgespec.load(str(files[name]), draft=None, context=256) as runtime:
         assert runtime.method.effective == "none"
         assert "restoring its recurrent state is not exact" in runtime.method.reason

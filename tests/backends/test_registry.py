@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edgespec
+from edgespec.backends.built_in import BUILT_IN
 from edgespec.model.registry import (
     backend_of,
     backends,
@@ -77,3 +83,22 @@ def test_a_file_counts_as_gguf_and_a_folder_as_mlx(tmp_path: Path) -> None:
 def test_a_taken_format_name_is_refused() -> None:
     with pytest.raises(ValueError, match="'gguf' is already registered"):
         register(backends()[0])
+
+
+def _lazy_names() -> Iterator[str]:
+    for backend in BUILT_IN:
+        formats = backend.formats
+        supports = [support for form in formats for support in form.networks.values()]
+        models = [form.benchmark_models for form in formats if form.benchmark_models]
+        records: tuple[Any, ...] = (backend, *formats, *supports, *models)
+        for record in records:
+            values = (getattr(record, field.name) for field in fields(record))
+            yield from (value.args[0] for value in values if isinstance(value, partial))
+
+
+@pytest.mark.parametrize("name", _lazy_names())
+def test_a_function_that_is_imported_on_first_use_exists(name: str) -> None:
+    module, _, function = name.partition(":")
+    if module.startswith("mlx."):
+        pytest.importorskip("mlx_lm")
+    assert callable(getattr(import_module(f"edgespec.backends.{module}"), function))

@@ -26,7 +26,7 @@ def limit_allocations(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
     def allocate(self: LlamaContext, plan: ContextPlan) -> None:
         if plan.tokens > tokens:
-            self._free()
+            self.release()
             raise MemoryBudgetError(f"no memory for {plan.tokens} tokens", "use fewer")
         original(self, plan)
 
@@ -116,7 +116,7 @@ class TestOutOfMemory:
             made += 1
             if made < failing:
                 return original(self, plan)
-            self._free()
+            self.release()
             raise MemoryBudgetError("no memory at all", "close other programs")
 
         with monkeypatch.context() as patch:

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
-from edgespec.backends.llamacpp.model import load
-from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.model import load, load_slots
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
 from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HeadModel
-from tests.backends.eagle1.targets import write_eagle1
+from tests.backends.eagle1_targets import write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import GgufTarget
 from tests.backends.tiny_heads import write_dflash, write_eagle
@@ -219,7 +218,7 @@ def test_a_context_that_cannot_be_reallocated_for_a_head_is_not_used_again(
     models: list[Any] = medusa.load()
 
     def no_memory(self: LlamaContext, plan: ContextPlan) -> None:
-        self._free()
+        self.release()
         raise MemoryBudgetError("no memory", "use fewer")
 
     with monkeypatch.context() as patch:
@@ -227,7 +226,7 @@ def test_a_context_that_cannot_be_reallocated_for_a_head_is_not_used_again(
         with pytest.raises(MemoryBudgetError):
             head_of(models[0], medusa.head)
     for model in models:
-        assert model._slot.is_lost
+        assert model._context.is_lost
         with pytest.raises(ContextFullError):
             model.prefill([20, 21])
         model.close()
@@ -245,7 +244,7 @@ def test_a_target_without_memory_for_a_head_goes_on_without_it(
     allocate = LlamaContext.allocate
 
     def no_memory_for_all_rows(self: LlamaContext, plan: ContextPlan) -> None:
-        self._free()
+        self.release()
         if self.needs_all_rows:
             raise MemoryBudgetError("no memory", "use fewer")
         allocate(self, plan)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.model import load_slots
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,

@@ -28,8 +28,7 @@ from edgespec.backends.llamacpp import devices, loading, native, weight_stream
 from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.backends.llamacpp.loading import free_weights, load_all
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
-from edgespec.backends.llamacpp.model import load
-from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.model import load, load_slots
 from edgespec.backends.llamacpp.weight_stream import (
     LAYERS_IN_MEMORY,
     WeightStream,
@@ -63,10 +62,11 @@ pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed o
 
 _OPTIONS = LoadOptions(context_tokens=512, repack=False)
 _ALL = 100
+_STREAMED = replace(_OPTIONS, streamed_layers=_ALL)
 
 
 def _load(path: Path, layers: int = _ALL) -> LanguageModel:
-    return load(str(path), "demo", LoadOptions(context_tokens=512, repack=False, streamed_layers=layers))
+    return load(str(path), "demo", replace(_OPTIONS, streamed_layers=layers))
 
 
 @pytest.fixture
@@ -85,10 +85,7 @@ def model(copy: Path) -> Iterator[LanguageModel]:
 @pytest.fixture(scope="module")
 def expected(demo_target: Path) -> list[Rows]:
     """Return the logits of a prompt, two steps and a wide pass, with all weights in memory."""
-    model = load(str(demo_target), "demo", _OPTIONS)
-    rows = _rows(model)
-    model.close()
-    return rows
+    return _rows_of(demo_target)
 
 
 def _rows(model: LanguageModel) -> list[Rows]:
@@ -99,6 +96,13 @@ def _rows(model: LanguageModel) -> list[Rows]:
     rows += [row_of(model, logits, row) for row in range(9)]
     model.commit((1, 2))
     return [*rows, step(model, tokens[50])]
+
+
+def _rows_of(path: Path, options: LoadOptions = _OPTIONS) -> list[Rows]:
+    model = load(str(path), "model", options)
+    rows = _rows(model)
+    model.close()
+    return rows
 
 
 def _steps(model: LanguageModel, count: int = 8) -> None:
@@ -123,7 +127,7 @@ def test_logits_are_the_same_bits_as_with_all_weights_in_memory(
 
 @pytest.mark.long
 def test_replies_that_share_passes_share_the_stream(demo_target: Path, expected: list[Rows]) -> None:
-    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, parallel=2)
+    options = replace(_STREAMED, parallel=2)
     first, second = load_slots(str(demo_target), "demo", options)
     for model in (first, second, first):
         assert _same(_rows(model), expected)
@@ -339,9 +343,7 @@ def test_weights_are_awaited_after_a_layer_without_feed_forward_weights(
 ) -> None:
     path = write_deci(tmp_path / "deci.gguf", layers=8, without_feed_forward=3)
     assert (4, 2) in [(layer.layer, layer.before) for layer in streamable_layers(path)]
-    model = load(str(path), "deci", _OPTIONS)
-    expected = _rows(model)
-    model.close()
+    expected = _rows_of(path)
     with monkeypatch.context() as slow:
         model = _load(path)
         _slow(slow, 0.02)
@@ -369,9 +371,7 @@ def test_a_pass_that_does_not_wait_for_a_layer_fails(
 
 def test_the_first_layers_do_not_run_alone_if_the_last_of_them_has_no_name(tmp_path: Path) -> None:
     path = write_deci(tmp_path / "deci.gguf", layers=16, without_feed_forward=5)
-    model = load(str(path), "deci", _OPTIONS)
-    expected = _rows(model)
-    model.close()
+    expected = _rows_of(path)
     model = _load(path)
     assert not model.run_first_layers(True)
     assert _same(_rows(model), expected)
@@ -383,9 +383,7 @@ def test_passes_over_the_first_layers_read_only_these(
 ) -> None:
     """The trial of exactness runs dozens of them."""
     path = write_llama(tmp_path / "deep.gguf", layers=16)
-    model = load(str(path), "deep", _OPTIONS)
-    expected = _rows(model)
-    model.close()
+    expected = _rows_of(path)
     model = _load(path)
     assert model.run_first_layers(True)
     read, read_layer = set(), WeightStream._read_layer
@@ -429,12 +427,8 @@ def test_all_experts_are_streamed(tmp_path: Path, fused: bool) -> None:
     tensor_bytes = sum(4 * int(np.prod(each.shape)) for each in tensors)
     # Pages at the ends of a tensor that also contain other weights are not streamed.
     assert 0 <= tensor_bytes - layer.size_bytes < 2 * mmap.PAGESIZE * len(tensors)
-    model = load(str(path), "moe", _OPTIONS)
-    expected = _rows(model)
-    model.close()
-    model = _load(path)
-    assert _same(_rows(model), expected)
-    model.close()
+    expected = _rows_of(path)
+    assert _same(_rows_of(path, _STREAMED), expected)
 
 
 def test_a_model_is_closed_while_it_reads(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,9 +462,7 @@ def test_paths_can_contain_separators_of_lines(
     folder = tmp_path / "a\f \r\u2028b"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    model = _load(demo_target)
-    assert _same(_rows(model), expected)
-    model.close()
+    assert _same(_rows_of(demo_target, _STREAMED), expected)
 
 
 def test_a_cache_folder_in_memory_does_not_hold_the_model(
@@ -501,9 +493,8 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(copy: Path, change: s
             other.replace(copy)
         return True
 
-    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL)
     with raises(ModelFileError, "was replaced or changed"):
-        load(str(copy), "demo", options, replace_file)
+        load(str(copy), "demo", _STREAMED, replace_file)
 
 
 def test_errors_name_the_file_of_the_model(copy: Path) -> None:
@@ -549,9 +540,7 @@ def test_a_disk_whose_cache_cannot_be_bypassed_leaves_nothing_in_it(
 
     monkeypatch.setattr(os, "O_DIRECT", 0)
     monkeypatch.setattr(os, "posix_fadvise", record)
-    model = _load(demo_target)
-    assert _same(_rows(model), expected)
-    model.close()
+    assert _same(_rows_of(demo_target, _STREAMED), expected)
     for layer in streamable_layers(demo_target):
         assert all((each.offset, each.size_bytes) in dropped for each in layer.ranges)
 
@@ -605,7 +594,7 @@ def test_a_program_that_can_start_no_thread_closes_the_files(
     def fail(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, threads=1)
+    options = replace(_STREAMED, threads=1)
     with monkeypatch.context() as broken:
         broken.setattr(threading.Thread, "start", fail)
         with raises(BackendError, "can't start new thread", code="out_of_memory"):
@@ -626,7 +615,7 @@ def test_a_program_that_can_start_few_threads_stops_them(
             raise RuntimeError("can't start new thread")
         start(self)
 
-    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, threads=1)
+    options = replace(_STREAMED, threads=1)
     with monkeypatch.context() as broken:
         broken.setattr(threading.Thread, "start", limited)
         with raises(BackendError, "can't start new thread", code="out_of_memory"):

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from edgespec.backends.llamacpp.loading import load_vocabulary
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.chat.prompt import build_single_prompt
 from edgespec.chat.tokenizing import check_size, tokenize, tokenize_whole
 from edgespec.errors import CancelledError, ContextFullError

@@ -65,7 +65,7 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 def test_tokenizing_a_long_prompt_is_cut_short(start: Start, number: signal.Signals) -> None:
     code = (
         "import sys, time\n"
-        "from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary as V\n"
+        "from edgespec.backends.llamacpp.metadata import LlamaVocabulary as V\n"
         "tokenize = V.tokenize\n"
         "def slow(self, text, **options):\n"
         "    if len(text) > 9999:\n"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from edgespec.cluster.rpc_child import HELLO
+from edgespec.cluster.worker_server import HELLO
 from scripts.delayed_connection import forward
 
 

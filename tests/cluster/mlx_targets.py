@@ -11,8 +11,7 @@ import psutil
 import edgespec
 from edgespec.backends import mlx
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.machines import parse_machines
-from edgespec.cluster.status import MLX, Library, installed_mlx
+from edgespec.cluster.machines import MLX, Library, installed_mlx, parse_machines
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.options.load_options import LoadArguments
 from tests.cluster.conftest import Worker

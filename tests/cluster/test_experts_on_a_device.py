@@ -13,15 +13,13 @@ import pytest
 from numpy.typing import NDArray
 
 import edgespec
-from edgespec.backends.llamacpp.devices import device_split
-from edgespec.backends.llamacpp.experts import expert_bytes
+from edgespec.backends.llamacpp.devices import device_split, expert_bytes
 from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.rpc import add_devices
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.machines import parse_machines
-from edgespec.cluster.status import LLAMA_CPP, Library
+from edgespec.cluster.machines import LLAMA_CPP, Library, parse_machines
 from edgespec.model.base import LoadOptions
 from tests.backends.contract import step, step_all, tokens_for
 from tests.backends.tiny_models import write_moe

@@ -18,10 +18,9 @@ import pytest
 
 import edgespec
 from edgespec.backends import mlx
-from edgespec.cluster import link
+from edgespec.cluster import connected
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.machines import parse_machines
-from edgespec.cluster.status import MLX, Library, installed_mlx
+from edgespec.cluster.machines import MLX, Library, installed_mlx, parse_machines
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.model.base import LoadOptions
@@ -135,7 +134,7 @@ def test_the_measurement_of_the_speed_can_be_cancelled(workers: tuple[Worker, Wo
 def test_a_worker_that_stays_frozen_is_lost(
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(connected, "SILENCE_SECONDS", 3.0)
     worker = start_worker()
     with edgespec.load("demo-mlx", "none", workers=worker.address, method="none", context=1024) as runtime:
         stream = runtime.stream(PROMPT, max_tokens=20)

@@ -17,10 +17,8 @@ import edgespec
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.remote_model import load_on_workers
 from edgespec.cluster import connected
-from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.link import LinkSpeed, measure_link
-from edgespec.cluster.machines import WorkerAddress, parse_machines
-from edgespec.cluster.status import LLAMA_CPP, Library
+from edgespec.cluster.connected import ConnectedWorkers, LinkSpeed, measure_link
+from edgespec.cluster.machines import LLAMA_CPP, Library, WorkerAddress, parse_machines
 from edgespec.engine.tree import TokenTree
 from edgespec.loading.workers import _saves_time
 from edgespec.methods.costs import machine_speed

@@ -18,11 +18,18 @@ import pytest
 import edgespec
 from edgespec.backends.mlx import probe, remote_layers
 from edgespec.backends.mlx.remote_layers import RemoteBlock
-from edgespec.cluster import link
+from edgespec.cluster import connected
+from edgespec.cluster.connected import Link, open_layers, probe_worker
 from edgespec.cluster.layer_child import Buffer, MessageConnection
-from edgespec.cluster.link import Link, open_layers, probe_worker
-from edgespec.cluster.machines import WorkerAddress
-from edgespec.cluster.status import LAYERS, LLAMA_CPP, Device, Library, WorkerStatus, installed_mlx
+from edgespec.cluster.machines import (
+    LAYERS,
+    LLAMA_CPP,
+    Device,
+    Library,
+    WorkerAddress,
+    WorkerStatus,
+    installed_mlx,
+)
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -124,7 +131,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
     monkeypatch: pytest.MonkeyPatch,
     local_tokens: list[list[int]],
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(connected, "SILENCE_SECONDS", 3.0)
     worker = start_worker()
     with edgespec.load("demo-mlx", "none", workers=worker.address, method="none", context=1024) as runtime:
         stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=900)

@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 import edgespec
 from edgespec.backends.llamacpp.native import library
 from edgespec.cli.program import program
-from edgespec.cluster import link
-from edgespec.cluster.link import probe_worker
+from edgespec.cluster import connected
+from edgespec.cluster.connected import probe_worker
 from edgespec.cluster.machines import WorkerAddress
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError, WorkerError, WorkerLostError
 from edgespec.options.load_options import LoadArguments
@@ -163,7 +163,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
     monkeypatch: pytest.MonkeyPatch,
     local_tokens: list[list[int]],
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(connected, "SILENCE_SECONDS", 3.0)
     worker = start_worker()
     with edgespec.load("demo", "none", workers=worker.address, method="none", context=1024) as runtime:
         stream = runtime.stream(PROMPT, temperature=0.0, **_REQUEST)  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ def test_max_loss_is_supported(workers: tuple[Worker, Worker]) -> None:
 
 
 def test_a_busy_worker_is_an_error(workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(connected, "_BUSY_SECONDS", 0.3)
     with (
         edgespec.load("demo", None, workers=workers[0].address, context=1024),
         raises(WorkerError, code="worker_busy"),

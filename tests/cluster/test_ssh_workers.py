@@ -22,10 +22,9 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.cli.checked_workers import check_workers
 from edgespec.cli.interrupt import Stop
 from edgespec.cluster import ssh
-from edgespec.cluster.link import probe_worker
-from edgespec.cluster.machines import SshAddress, WorkerAddress
+from edgespec.cluster.connected import probe_worker
+from edgespec.cluster.machines import Device, SshAddress, WorkerAddress, WorkerStatus
 from edgespec.cluster.ssh import reach_workers
-from edgespec.cluster.status import Device, WorkerStatus
 from edgespec.errors import CancelledError, MemoryBudgetError, WorkerError, WorkerLostError
 from tests.cases import first
 from tests.cluster.conftest import Worker
@@ -216,7 +215,7 @@ def test_a_lost_connection_is_an_error_and_the_next_load_connects_again(site: Si
 
 @pytest.mark.long
 def test_a_frozen_connection_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.cluster.link.SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("edgespec.cluster.connected.SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(ssh, "_END_SECONDS", 0.5)
     with edgespec.load("demo", "none", workers="ssh://mac", method="none", context=1024) as runtime:
         site.connection().suspend()
@@ -275,7 +274,7 @@ def install_worker_with_status(site: Site, version: str, *, busy: bool = False) 
 def test_another_version_and_a_busy_worker_and_too_little_memory_are_errors(
     site: Site, workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.cluster.link._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("edgespec.cluster.connected._BUSY_SECONDS", 0.0)
     install_worker_with_status(site, "0.2.90")
     assert "the worker ssh://mac has llama-cpp-python 0.2.90, but this machine has" in error_of()
     version = workers[0].facts["llama_cpp"]

@@ -21,7 +21,7 @@ import pytest
 import edgespec
 from edgespec.backends.mlx import remote_layers
 from edgespec.backends.mlx.tensor_shards import check_addresses, check_neighbour
-from edgespec.cluster import link
+from edgespec.cluster import connected
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -155,7 +155,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
     local_tokens: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(connected, "SILENCE_SECONDS", 3.0)
     pair = start_worker(), start_worker()
     for how, lost in losses:
         lose_one(pair, how, lost, local_tokens[0])
@@ -340,7 +340,7 @@ def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folder
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(link, "SILENCE_SECONDS", 4.0)
+    monkeypatch.setattr(connected, "SILENCE_SECONDS", 4.0)
     pair = start_worker(), start_worker()
     frozen = threading.Event()
     ask = remote_layers.RemoteShards.ask

@@ -18,10 +18,8 @@ from edgespec.backends.llamacpp.native import ContextParams, ggml, library
 from edgespec.backends.llamacpp.rpc import add_devices, guard_against_aborts
 from edgespec.cluster import weight_cache
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.fnv1a import fnv1a
-from edgespec.cluster.machines import parse_machines
-from edgespec.cluster.status import LLAMA_CPP, Library
-from edgespec.cluster.weight_cache import WeightCache
+from edgespec.cluster.machines import LLAMA_CPP, Library, parse_machines
+from edgespec.cluster.weight_cache import WeightCache, fnv1a
 from edgespec.system.files import cache_folder
 from tests.cluster.conftest import Worker
 

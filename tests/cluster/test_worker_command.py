@@ -1,14 +1,16 @@
-"""`edgespec worker`: its port, its shutdown, and unexpected connections."""
+"""`edgespec worker`: its port, its shutdown, and unexpected or vanished connections."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,12 +20,22 @@ import pytest
 import edgespec
 from edgespec.backends.llamacpp.native import library
 from edgespec.cli import worker as worker_command
-from edgespec.cluster import link
-from edgespec.cluster.link import Link, probe_worker
-from edgespec.cluster.machines import Machines, SshAddress, WorkerAddress, parse_machines
-from edgespec.cluster.rpc_child import HELLO, probe_rpc_server
-from edgespec.cluster.status import LEAD, LLAMA_CPP, PROBE, Device, Library, WorkerStatus
+from edgespec.cluster import connected, worker_server
+from edgespec.cluster.connected import Link, probe_worker
+from edgespec.cluster.machines import (
+    LEAD,
+    LLAMA_CPP,
+    PROBE,
+    Device,
+    Library,
+    Machines,
+    SshAddress,
+    WorkerAddress,
+    WorkerStatus,
+    parse_machines,
+)
 from edgespec.cluster.weight_cache import WeightCache
+from edgespec.cluster.worker_server import HELLO, WorkerServer, probe_rpc_server
 from edgespec.errors import OptionError, WorkerError
 from tests.cases import first as first_only
 from tests.cluster.conftest import Worker
@@ -196,7 +208,7 @@ def test_another_program_on_the_port_is_an_error(answer: bytes, serve_bytes: Cal
     with raises(WorkerError, port):
         load(port)
     with pytest.raises((ValueError, OSError)):
-        probe_rpc_server("127.0.0.1", port, 2.0)
+        probe_rpc_server(port)
 
 
 def test_another_version_is_an_error(serve_bytes: Callable[[bytes], int]) -> None:
@@ -215,7 +227,7 @@ def test_an_impossible_size_of_memory_is_an_error(
 
 
 def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connected, "SILENCE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
         with raises(WorkerError, "report"):
@@ -256,3 +268,69 @@ def test_the_weight_cache_deletes_the_oldest_files(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
     WeightCache(tmp_path, 250).prepare()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["middle", "new"]
+
+
+_NAMESPACE, _HOST = f"edgespec{os.getpid()}", "10.213.97.1"
+_TARGET = """
+import socket, sys
+from edgespec.cluster.machines import LEAD
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
+    connection.sendall(LEAD)
+    while data := connection.recv(4096):
+        print(len(data), flush=True)
+"""
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def in_namespace(*command: str) -> list[str]:
+    return ["ip", "netns", "exec", _NAMESPACE, *command]
+
+
+@pytest.fixture
+def network() -> Iterator[None]:
+    """Create a network of two machines: this one and the namespace `_NAMESPACE`."""
+    if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs Linux, root and the command `ip`")
+    try:
+        ip("netns", "add", _NAMESPACE)
+    except subprocess.CalledProcessError:
+        pytest.skip("network namespaces cannot be created here")
+    try:
+        ip("link", "add", "edgespec0", "type", "veth", "peer", "name", "edgespec1", "netns", _NAMESPACE)
+        ip("addr", "add", f"{_HOST}/30", "dev", "edgespec0")
+        ip("link", "set", "edgespec0", "up")
+        ip("-n", _NAMESPACE, "addr", "add", "10.213.97.2/30", "dev", "edgespec1")
+        ip("-n", _NAMESPACE, "link", "set", "edgespec1", "up")
+        yield
+    finally:
+        subprocess.run(["ip", "link", "delete", "edgespec0"], check=False)
+        ip("netns", "delete", _NAMESPACE)
+
+
+def test_a_worker_is_free_after_its_target_has_vanished(
+    network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_server, "_UNREACHABLE_SECONDS", 2)
+    server = WorkerServer("0.2.0", _HOST, 0, speed={}, note=lambda _: None)
+    serving = threading.Thread(target=server.serve)
+    serving.start()
+    address = WorkerAddress(_HOST, server.port)
+    command = in_namespace(sys.executable, "-c", _TARGET, _HOST, str(server.port))
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as target:
+            assert target.stdout
+            # The worker sends its status just before it becomes busy, and then a byte every second.
+            assert all(target.stdout.readline() for _ in range(2))
+            assert probe_worker(address).busy
+            ip("-n", _NAMESPACE, "link", "set", "edgespec1", "down")
+            target.kill()
+        end = time.monotonic() + 20
+        while probe_worker(address).busy:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+    finally:
+        server.close()
+        serving.join(20)

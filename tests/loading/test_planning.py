@@ -15,8 +15,7 @@ import pytest
 
 import edgespec
 from edgespec.backends.llamacpp import devices
-from edgespec.backends.llamacpp.devices import Gpu
-from edgespec.backends.llamacpp.experts import expert_bytes
+from edgespec.backends.llamacpp.devices import Gpu, expert_bytes
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError

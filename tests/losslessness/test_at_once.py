@@ -14,7 +14,7 @@ import edgespec
 from edgespec import Runtime
 from edgespec.api.loading import always_draft
 from edgespec.backends.llamacpp.context import ThreadCount
-from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.model import load_slots
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness.cases import read_prompts

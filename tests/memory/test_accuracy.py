@@ -14,7 +14,6 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp import memory_estimate as estimate_module
-from edgespec.backends.llamacpp.checkpoints import ExportedCheckpoint
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.memory_estimate import (
@@ -70,7 +69,7 @@ def _checkpoint_bytes(model: LanguageModel) -> int:
     if not isinstance(model, ReplayModel):
         return 0
     checkpoint = model._inner.checkpoint()
-    return MAX_CHECKPOINTS * len(checkpoint.state) if isinstance(checkpoint, ExportedCheckpoint) else 0
+    return MAX_CHECKPOINTS * len(checkpoint.state) if isinstance(checkpoint.state, memoryview) else 0
 
 
 def _check(path: Path, **options: object) -> None:

@@ -12,7 +12,7 @@ from edgespec.methods.model.translated import TranslatedModel
 from edgespec.methods.model.translation import TokenTranslation
 from edgespec.methods.model.windowed import AttentionWindow, WindowedModel
 from edgespec.model.base import LanguageModel, LoadOptions
-from tests.backends import test_contract, test_contract_interrupt
+from tests.backends import test_contract
 from tests.backends.contract import Rows
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.backends.tiny_models import write_llama
@@ -85,9 +85,9 @@ class TestLimits(test_contract.TestLimits):
     pass
 
 
-class TestInterrupt(test_contract_interrupt.TestInterrupt):
+class TestInterrupt(test_contract.TestInterrupt):
     pass
 
 
-class TestClosing(test_contract_interrupt.TestClosing):
+class TestClosing(test_contract.TestClosing):
     pass

@@ -185,6 +185,9 @@ class LlamaContext(KvSequences):
         OptionError: The KV types require flash attention, which is off.
     """
 
+    # Number of tokens of other replies in the last pass. See `ContextSlot`.
+    other_tokens = 0
+
     def __init__(
         self,
         model: Any,
@@ -232,6 +235,8 @@ class LlamaContext(KvSequences):
         self._first_layers: HiddenStateHook | None = None
         self._first_layer_count = 0
         self.kv_readers: list[LlamaContext] = []
+        # Whether llama.cpp rolls back the recurrent state at the start of the next forward pass.
+        self.is_rolling_back = False
         # Number of calls to `allocate`. Head contexts compare it to detect that this context was replaced.
         self._generation = 0
         # Settings that the current llama_context was created with. `is_stale` compares them with the required
@@ -257,7 +262,7 @@ class LlamaContext(KvSequences):
             MemoryBudgetError: The KV cache cannot be allocated.
             OptionError: The KV types require flash attention, which is off.
         """
-        self._free()
+        self.release()
         recent_errors(clear=True)
         params = self._params
         params.n_ctx = plan.tokens
@@ -289,7 +294,7 @@ class LlamaContext(KvSequences):
                 "use a smaller --context or another --kv-type",
                 code="out_of_memory",
             )
-        self._attach(context)
+        self.attach(context)
         self.interrupt.attach(context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
         self._taps.apply(context)
@@ -379,10 +384,11 @@ class LlamaContext(KvSequences):
         """Return the hidden states from the last pass, which ran `count` tokens. See `StateTaps.rows`."""
         return self._taps.rows(self._context, count)
 
-    def _free(self) -> None:
+    def release(self) -> None:
+        """Free the llama_context and its KV cache. Call `allocate` before the next pass."""
         for reader in self.kv_readers:
             reader.release()
-        context = self._detach()
+        context = self.detach()
         self.tokens = 0
         # Drop the NumPy view of the logits, because `llama_free` frees the underlying memory.
         self._logits = np.empty((0, self._vocab_size), np.float32)
@@ -391,10 +397,6 @@ class LlamaContext(KvSequences):
             # Wait for the last pass, because a GPU may still be running it.
             self._lib.llama_synchronize(context)
             self._lib.llama_free(context)
-
-    def release(self) -> None:
-        """Free the llama_context and its KV cache. Call `allocate` before the next pass."""
-        self._free()
 
     @property
     def is_stale(self) -> bool:
@@ -408,6 +410,18 @@ class LlamaContext(KvSequences):
 
     def clear(self) -> None:
         self._lib.llama_memory_clear(self._memory, False)
+
+    def apply_rollback(self) -> None:
+        """Complete the rollback of the recurrent state that `drop` requested, if there is one.
+
+        llama.cpp would complete it only in the next forward pass, which is too late for checkpoints and
+        copies.
+        """
+        if not self.is_rolling_back:
+            return
+        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
+            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
+        self.is_rolling_back = False
 
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
@@ -555,6 +569,7 @@ class LlamaContext(KvSequences):
         return self._hidden
 
     def _decode(self, batch: Batch | ImageBatch, *, encode: bool = False) -> None:
+        self.is_rolling_back = False
         if self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")
         self._check_allocated()
@@ -590,17 +605,12 @@ class LlamaContext(KvSequences):
         )
 
     @property
-    def adapts_threads(self) -> bool:
-        """Whether the number of threads may change between passes."""
-        return self._thread_count is not None
-
-    @property
     def max_threads(self) -> int:
-        """Maximum number of threads, used on an idle machine."""
-        return self._thread_count.most if self._thread_count else self.threads
+        """Maximum number of threads, used on an idle machine. 0 if the number of threads never changes."""
+        return self._thread_count.most if self._thread_count else 0
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the maximum number of threads. Has no effect unless `adapts_threads`."""
+        """Set the maximum number of threads, unless the user set a fixed number."""
         if self._thread_count:
             self._thread_count.most = self._thread_count.current = threads
 
@@ -627,7 +637,7 @@ class LlamaContext(KvSequences):
 
     def close(self) -> None:
         """Free the llama_context and its batches."""
-        self._free()
+        self.release()
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()

@@ -12,7 +12,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 from edgespec.model.base import LoadOptions
 
-__all__ = ["MAX_WIDTH", "ContextPlan", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
+__all__ = ["MAX_WIDTH", "ContextPlan", "KvTypes", "choose_kv_types", "kv_bytes_per_token"]
 
 # For each KV cache type, its ggml_type number and the size of 32 elements in bytes.
 _TYPES = {
@@ -81,7 +81,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     if options.kv_type == "auto":
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
         return KvTypes("bf16", "f16") if options.exact and supported else KvTypes("f16", "f16")
-    types = parse_kv_types(options.kv_type)
+    types = _parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(
             f"KV cache type {types.text!r} names two types, but this model stores keys and values together",
@@ -92,7 +92,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     return types
 
 
-def parse_kv_types(text: str) -> KvTypes:
+def _parse_kv_types(text: str) -> KvTypes:
     """Parse a single type, such as `f16`, or the types of keys and values, such as `q8_0/f16`.
 
     Raises:

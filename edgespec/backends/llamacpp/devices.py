@@ -1,4 +1,9 @@
-"""List the GPUs that llama.cpp can use, and decide which layers of a model run on which device."""
+"""List the GPUs that llama.cpp can use, and decide which weights of a model are on which device.
+
+The experts of a mixture-of-experts model can stay in main memory while its other weights are on the GPU.
+Each token uses only a few experts per layer, so the CPU reads only a small part of their weights. Attention,
+shared weights and KV caches are used for every token, so they benefit the most from GPU memory.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,20 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
-from edgespec.backends.llamacpp.experts import expert_bytes
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import DeviceProperties, ggml, library
 from edgespec.backends.llamacpp.weight_layouts import amx_added_bytes
-from edgespec.cluster.link import Link
+from edgespec.cluster.connected import Link
 from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_files import gguf_files
-from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_header import GgufTensor, read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
 from edgespec.model.memory_estimate import ExpertShares, MachineShare
 from edgespec.system.files import file_state, format_bytes
@@ -29,13 +34,18 @@ from edgespec.system.files import file_state, format_bytes
 __all__ = [
     "Gpu",
     "LayerPlacement",
+    "Paths",
     "amx_bytes",
     "cards",
     "device_split",
+    "expert_bytes",
     "expert_shares",
+    "experts_per_part",
     "gpus",
     "has_own_memory",
     "in_main_memory",
+    "keep_experts_in_memory",
+    "model_files",
     "mtp_layer_count",
     "offloaded_bytes",
     "on_cpu",
@@ -44,9 +54,17 @@ __all__ = [
     "unusable_bytes",
 ]
 
+# A GGUF file, the first file of a multi-part model, or a list of all its files if their names are
+# unconventional.
+Paths: TypeAlias = str | Sequence[str]
+
 # Values of `enum ggml_backend_dev_type`.
 _GPU, _INTEGRATED_GPU = 1, 2
 _LAYER = re.compile(r"blk\.(\d+)\.")
+# Matches the names of expert weights and biases, except those of shared experts (`_shexp`), which every token
+# uses.
+_EXPERT_NAMES = r"ffn_(?:up|gate|down|gate_up)_(?:ch)?exps\."
+_EXPERT = re.compile(rf"blk\.(\d+)\.{_EXPERT_NAMES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +139,7 @@ def has_own_memory() -> bool:
 
 
 def device_split(
-    paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int = 0
+    paths: Paths, layers: int, gpu_layers: int | None, experts: int = 0
 ) -> tuple[int, float, int]:
     """Return how much of a model is in GPU memory when `gpu_layers` layers are offloaded.
 
@@ -146,14 +164,12 @@ def device_split(
     if not layers or gpu_layers == 0:
         return 0, 0.0, 0
     sizes = offloaded_bytes(paths, layers, gpu_layers, experts)
-    tensors = dict(_all_tensor_bytes(paths))
+    tensors = _weights(paths).tensor_bytes
     tied_bytes = 0 if "output.weight" in tensors else tensors.get("token_embd.weight", 0)
     return sum(sizes), (layers - _first_offloaded(paths, layers, gpu_layers)) / layers, tied_bytes
 
 
-def offloaded_bytes(
-    paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int = 0
-) -> list[int]:
+def offloaded_bytes(paths: Paths, layers: int, gpu_layers: int | None, experts: int = 0) -> list[int]:
     """Return the weight bytes on the GPUs of each offloaded layer, with the output layer last.
 
     Multi-token prediction layers count as empty, because their weights belong to the head. The arguments and
@@ -162,12 +178,11 @@ def offloaded_bytes(
     if not layers or gpu_layers == 0:
         return []
     first = _first_offloaded(paths, layers, gpu_layers)
-    tensors = _all_tensor_bytes(paths)
-    is_tied = not any(name == "output.weight" for name, _ in tensors)
-    output = ("output", "token_embd.weight") if is_tied else ("output",)
+    tensors = _weights(paths).tensor_bytes
+    output = ("output",) if "output.weight" in tensors else ("output", "token_embd.weight")
     mtp_layers = mtp_layer_count(paths)
     sizes = [0] * (layers - first + min(mtp_layers, mtp_layers if gpu_layers is None else gpu_layers - 1) + 1)
-    for name, size_bytes in tensors:
+    for name, size_bytes in tensors.items():
         if match := _LAYER.match(name):
             # Multi-token prediction layers have higher indices.
             if first <= (layer := int(match[1])) < layers:
@@ -180,7 +195,7 @@ def offloaded_bytes(
     return sizes
 
 
-def _first_offloaded(paths: str | Sequence[str], layers: int, gpu_layers: int | None) -> int:
+def _first_offloaded(paths: Paths, layers: int, gpu_layers: int | None) -> int:
     """Return the index of the first offloaded layer, or `layers` if none is. See `device_split`."""
     if gpu_layers is None:
         return 0
@@ -188,7 +203,7 @@ def _first_offloaded(paths: str | Sequence[str], layers: int, gpu_layers: int | 
     return min(layers, max(0, layers + mtp_layer_count(paths) + 1 - gpu_layers))
 
 
-def mtp_layer_count(paths: str | Sequence[str]) -> int:
+def mtp_layer_count(paths: Paths) -> int:
     """Return the number of multi-token prediction layers in a model's files, which follow all other layers.
 
     llama.cpp includes them when it counts offloaded layers, even if it does not load them.
@@ -196,13 +211,7 @@ def mtp_layer_count(paths: str | Sequence[str]) -> int:
     Raises:
         ModelFileError: A file cannot be read.
     """
-    files = gguf_files(Path(paths)) if isinstance(paths, str) else list(map(Path, paths))
-    return _mtp_layer_count(files[0], file_state(files[0]))
-
-
-@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
-def _mtp_layer_count(file: Path, _file_state: str) -> int:
-    return read_header(file).architecture_number("nextn_predict_layers")
+    return _weights(paths).mtp_layers
 
 
 def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> int:
@@ -232,7 +241,7 @@ def unusable_bytes(layer_bytes: Sequence[int], compute: Mapping[str, int]) -> in
     return needed - sum(used)
 
 
-def amx_bytes(paths: str | Sequence[str], layers: int, gpu_layers: int | None, *, own_head: bool) -> int:
+def amx_bytes(paths: Paths, layers: int, gpu_layers: int | None, *, own_head: bool) -> int:
     """Return how many bytes more than in a file a model's weights in main memory take in AMX's layout.
 
     Multi-token prediction layers count only if they are loaded (`own_head`). See `device_split` for the other
@@ -241,42 +250,83 @@ def amx_bytes(paths: str | Sequence[str], layers: int, gpu_layers: int | None, *
     Raises:
         ModelFileError: A file cannot be read.
     """
-    files = gguf_files(Path(paths)) if isinstance(paths, str) else [*map(Path, paths)]
-    added, block_count = _amx_added_bytes(tuple(files), tuple(map(file_state, files)))
+    weights, block_count = _weights(paths), _weights(paths).block_count
     is_offloaded = layers > 0 and gpu_layers != 0
     first_offloaded = _first_offloaded(paths, layers, gpu_layers) if is_offloaded else block_count
-    first_drafting = block_count - mtp_layer_count(paths)
+    first_drafting = block_count - weights.mtp_layers
     total_bytes = 0
-    for name, size_bytes in added:
+    for name, tensor in weights.tensors.items():
+        added_bytes = amx_added_bytes(tensor)
+        if name == "token_embd.weight" and added_bytes is not None:
+            # If the token embedding is also the output layer, llama.cpp loads it twice: as in the file to
+            # look up rows, and in AMX's layout to compute logits.
+            is_tied = "output.weight" not in weights.tensors
+            added_bytes = weights.tensor_bytes[name] + added_bytes if is_tied else None
         layer = int(match[1]) if (match := _LAYER.match(name)) else block_count
         is_loaded = own_head or not first_drafting <= layer < block_count
-        if is_loaded and (layer < first_offloaded or not is_offloaded):
-            total_bytes += size_bytes
+        if added_bytes is not None and is_loaded and (layer < first_offloaded or not is_offloaded):
+            total_bytes += added_bytes
     return total_bytes
 
 
-@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
-def _amx_added_bytes(
-    files: tuple[Path, ...], _file_states: tuple[str, ...]
-) -> tuple[Sequence[tuple[str, int]], int]:
-    """Return the bytes that AMX's layout adds to each matrix, and the number of layers in the header.
+class _Override(ctypes.Structure):
+    """llama.cpp's `llama_model_tensor_buft_override`: where to load tensors whose names match a pattern."""
 
-    If the token embedding is also the output layer, llama.cpp loads it twice: as in the file to look up rows,
-    and in AMX's layout to compute logits.
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def expert_bytes(paths: Paths) -> dict[int, int]:
+    """Return the size in bytes of each layer's experts, keyed by layer.
+
+    Layers without experts are omitted.
+
+    Raises:
+        ModelFileError: A file cannot be read or is truncated.
     """
-    headers = [read_header(file) for file in files]
-    sizes = {tensor.name: amx_added_bytes(tensor) for header in headers for tensor in header.tensors}
-    added = {name: size_bytes for name, size_bytes in sizes.items() if size_bytes is not None}
-    embedding_added = added.pop("token_embd.weight", None)
-    if embedding_added is not None and "output.weight" not in sizes:
-        file_bytes = dict(chain.from_iterable(map(tensor_bytes, files, headers)))
-        added["output.weight"] = file_bytes["token_embd.weight"] + embedding_added
-    return list(added.items()), headers[0].architecture_number("block_count")
+    found: dict[int, int] = {}
+    for name, size_bytes in _weights(paths).tensor_bytes.items():
+        if match := _EXPERT.match(name):
+            found[int(match[1])] = found.get(int(match[1]), 0) + size_bytes
+    return dict(sorted(found.items()))
 
 
-def expert_shares(
-    paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int
-) -> ExpertShares:
+def experts_per_part(parts: Sequence[Paths], count: int | None) -> list[int]:
+    """Divide the layers whose experts stay in main memory among the parts of a split model.
+
+    These are the model's first layers with experts.
+
+    Args:
+        parts: The files of each part, in the order of the layers.
+        count: Number of layers in the whole model whose experts stay in main memory. None means 0.
+
+    Returns:
+        The number of such layers in each part.
+    """
+    left, counts = count or 0, []
+    for part in parts if left else ():
+        counts.append(min(left, len(expert_bytes(part))))
+        left -= counts[-1]
+    return counts or [0] * len(parts)
+
+
+def keep_experts_in_memory(params: Any, paths: Paths, count: int) -> None:
+    """Make llama.cpp load the experts of the first `count` layers that have experts into main memory.
+
+    `params` are llama.cpp's parameters for loading a model.
+    """
+    if count and (layers := tuple(expert_bytes(paths))[:count]):
+        params.tensor_buft_overrides = ctypes.cast(_overrides(layers), ctypes.c_void_p)
+
+
+@cache  # The arrays are never freed, because llama.cpp does not copy them.
+def _overrides(layers: tuple[int, ...]) -> Any:
+    numbers = "|".join(map(str, layers))
+    pattern = rf"^blk\.(?:{numbers})\.{_EXPERT_NAMES}".encode()
+    # A NULL pattern marks the end of the array.
+    return (_Override * 2)(_Override(pattern, ggml().ggml_backend_cpu_buffer_type()))
+
+
+def expert_shares(paths: Paths, layers: int, gpu_layers: int | None, experts: int) -> ExpertShares:
     """Return how a model's experts are divided between the GPU and main memory.
 
     The arguments are the same as for `device_split`.
@@ -300,12 +350,9 @@ def _layer_bytes(path: str) -> list[int]:
     """Return the weight bytes of each layer, excluding the token embedding and the output layer.
 
     Multi-token prediction layers are excluded too, because llama.cpp does not load them on workers.
-
-    Raises:
-        ModelFileError: A file cannot be read or is truncated.
     """
     sizes: dict[int, int] = {}
-    for name, size_bytes in _loaded_tensor_bytes(path):
+    for name, size_bytes in _loaded_tensor_bytes(path).items():
         if match := _LAYER.match(name):
             sizes[int(match[1])] = sizes.get(int(match[1]), 0) + size_bytes
     return [sizes.get(layer, 0) for layer in range(max(sizes, default=-1) + 1)]
@@ -317,43 +364,64 @@ def output_bytes(path: str) -> int:
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
-    return dict(_tensor_bytes(path)).get("output.weight", 0)
+    return _weights(path).tensor_bytes.get("output.weight", 0)
 
 
 def _read_bytes(path: str) -> int:
-    """Return the weight bytes that a pass reads, excluding an untied token embedding.
-
-    Raises:
-        ModelFileError: A file cannot be read or is truncated.
-    """
-    tensors = dict(_loaded_tensor_bytes(path))
+    """Return the weight bytes that a pass reads, excluding an untied token embedding."""
+    tensors = _loaded_tensor_bytes(path)
     unread = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
     return sum(tensors.values()) - unread
 
 
-def _loaded_tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
+def _loaded_tensor_bytes(path: str) -> Mapping[str, int]:
+    weights = _weights(path)
     if not unloaded_bytes(Path(path)):
-        return _tensor_bytes(path)
-    first = read_header(gguf_files(Path(path))[0])
-    layers = first.architecture_number("block_count") - first.architecture_number("nextn_predict_layers")
-    found = ((_LAYER.match(name), name, size_bytes) for name, size_bytes in _tensor_bytes(path))
-    return [(name, size_bytes) for match, name, size_bytes in found if not match or int(match[1]) < layers]
+        return weights.tensor_bytes
+    layers = weights.block_count - weights.mtp_layers
+    return {
+        name: size_bytes
+        for name, size_bytes in weights.tensor_bytes.items()
+        if not (match := _LAYER.match(name)) or int(match[1]) < layers
+    }
 
 
-def _all_tensor_bytes(paths: str | Sequence[str]) -> Sequence[tuple[str, int]]:
-    if isinstance(paths, str):
-        return _tensor_bytes(paths)
-    return [pair for file in map(Path, paths) for pair in tensor_bytes(file, read_header(file))]
+class _Weights(NamedTuple):
+    """The weights in a model's files.
+
+    Attributes:
+        tensors: The header entry of each tensor, by name.
+        tensor_bytes: The size of each tensor in its file, by name.
+        block_count: Number of layers, including multi-token prediction layers.
+        mtp_layers: Number of multi-token prediction layers.
+    """
+
+    tensors: Mapping[str, GgufTensor]
+    tensor_bytes: Mapping[str, int]
+    block_count: int
+    mtp_layers: int
 
 
-def _tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
-    files = tuple(gguf_files(Path(path)))
-    return _tensor_bytes_of(files, tuple(map(file_state, files)))
+def model_files(paths: Paths) -> tuple[Path, ...]:
+    """Return all files of a model. Raises ModelFileError if a part is missing."""
+    return tuple(gguf_files(Path(paths)) if isinstance(paths, str) else map(Path, paths))
+
+
+def _weights(paths: Paths) -> _Weights:
+    files = model_files(paths)
+    return _read_weights(files, tuple(map(file_state, files)))
 
 
 @lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
-def _tensor_bytes_of(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> Sequence[tuple[str, int]]:
-    return [pair for part in files for pair in tensor_bytes(part, read_header(part))]
+def _read_weights(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> _Weights:
+    headers = [read_header(file) for file in files]
+    return _Weights(
+        {tensor.name: tensor for header in headers for tensor in header.tensors},
+        dict(chain.from_iterable(map(tensor_bytes, files, headers))),
+        # Only the first file of a multi-part model contains the metadata.
+        headers[0].architecture_number("block_count"),
+        headers[0].architecture_number("nextn_predict_layers"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

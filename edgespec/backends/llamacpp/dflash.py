@@ -24,7 +24,6 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadParts,
     HeadPass,
     HeadRows,
-    HeadWeights,
     head_memory,
     load_head_file,
     target_layers,
@@ -33,7 +32,7 @@ from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.matrices import FileMatrix
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.state_taps import copied_rows, nextn_api
+from edgespec.backends.llamacpp.state_taps import copied_rows, nextn
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
@@ -115,9 +114,7 @@ class BlockContext(HeadContext):
         super().allocate(plan)
         library().llama_set_causal_attn(self._context, self._causal)
         if self._selects:
-            api = nextn_api()
-            assert api is not None
-            api.switch(self._context, True, False)
+            nextn().switch(self._context, True, False)
 
     def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head. See `HeadContext.compute`.
@@ -137,9 +134,7 @@ class BlockContext(HeadContext):
 
     def _lattice(self, count: int) -> NDArray[np.float32]:
         """Return the candidates and scores for a block of `count` tokens. See `PathSelector`."""
-        api = nextn_api()
-        assert api is not None
-        return copied_rows(api.address(self._context), count, library().llama_model_n_embd(self._model))
+        return copied_rows(nextn().address(self._context), count, library().llama_model_n_embd(self._model))
 
     def close(self) -> None:
         super().close()
@@ -355,14 +350,14 @@ class DFlashHead(HeadView[HeadTarget]):
     """
 
     def __init__(self, shape: BlockShape, parts: HeadParts) -> None:
-        options, self._shape, self._context = parts.weights.options, shape, parts.context
+        options, self._shape, self._context = parts.file.options, shape, parts.context
         super().__init__(parts.target, parts.log, parts.release, LlamaHeadCells(parts.context, options))
         capabilities = Capabilities(
             rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
         )
         self.facts = describe_head(parts, capabilities)
         self._batch_tokens = options.batch_tokens
-        self._markov = MarkovHead(parts.weights.path, self.vocabulary.size) if shape.has_markov else None
+        self._markov = MarkovHead(parts.file.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
         self._keep(0)
@@ -452,14 +447,13 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         shape = read_block_shape(path, target.facts.vocab_size)
         # One branch is enough, because any draft tree takes only one pass over a single block.
         options = replace(options, max_branches=1, batch_tokens=_BATCH_TOKENS, max_logit_rows=shape.tokens)
-        plan, free = plan_context(weights, options), partial(library().llama_model_free, weights)
-        found = HeadWeights(weights, path, name, options, plan, free, head.shown_path)
+        plan = plan_context(weights, options)
 
-        def open_context(target: HeadTarget, row_size: int) -> BlockContext:
+        def open_context(file: HeadFile, target: HeadTarget, row_size: int) -> BlockContext:
             return BlockContext(
                 weights,
                 options,
-                found.plan_for(target),
+                file.plan_for(target),
                 threads_for(weights, options),
                 target=target.context,
                 row_size=row_size,
@@ -467,7 +461,8 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
                 selects=shape.candidates > 0,
             )
 
-        return HeadFile(found, layers, open_context, partial(DFlashHead, shape))
+        make_view = partial(DFlashHead, shape)
+        return HeadFile(weights, path, head.shown_path, name, options, plan, layers, open_context, make_view)
 
     return load_head_file(target, head, "dflash", "a DFlash head", make)
 

@@ -19,15 +19,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import AttentionCells, HeadView, check_finite_logits, load_most_accurate
+from edgespec.backends.head_view import (
+    AttentionCells,
+    HeadView,
+    check_finite_logits,
+    check_sizes,
+    load_most_accurate,
+)
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_loading import (
     BATCH_TOKENS,
     EagleContext,
     HeadFile,
-    HeadWeights,
-    check_sizes,
     head_memory,
     head_options,
     load_head_file,
@@ -74,7 +78,11 @@ _FLOAT32_BYTES = 4
 def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load an EAGLE-3 head from a GGUF file, or an EAGLE-1 or EAGLE-2 head from a folder.
 
-    See `load_head_file` and `_load_eagle1_head`.
+    Raises:
+        CapabilityError: The head was made for a different target, or the target's hidden states cannot be
+            read.
+        ModelFileError: The head is damaged or not supported.
+        MemoryBudgetError: The head does not fit in memory.
     """
     if head.path is not None and head.path.is_dir():
         return _load_eagle1_head(target, head.path)
@@ -83,21 +91,14 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         size = architecture_metadata(weights, "target_hidden_size") or library().llama_model_n_embd(weights)
         layers = target_layers(target, weights, head.shown_path, int(size))
         _check_rotations(weights, head.shown_path)
-        file = HeadWeights(
-            weights,
-            head.path or head.shown_path,
-            name,
-            options,
-            plan_context(weights, options),
-            partial(library().llama_model_free, weights),
-            head.shown_path,
-        )
+        path, plan = head.path or head.shown_path, plan_context(weights, options)
 
-        def open_context(target: HeadTarget, row_size: int) -> EagleContext:
+        def open_context(file: HeadFile, target: HeadTarget, row_size: int) -> EagleContext:
             threads = threads_for(weights, options)
             return EagleContext(weights, options, file.plan_for(target), threads, target.context, row_size)
 
-        return HeadFile(file, layers, open_context, partial(PairHead, encodes=True))
+        make_view = partial(PairHead, encodes=True)
+        return HeadFile(weights, path, head.shown_path, name, options, plan, layers, open_context, make_view)
 
     return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
@@ -298,18 +299,6 @@ def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def _load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
-    """Load an EAGLE-1 or EAGLE-2 head for a target.
-
-    Args:
-        target: The model that the head drafts for.
-        folder: The head's folder, in the published format.
-
-    Raises:
-        CapabilityError: The head was made for a different target, or the target's hidden states cannot be
-            read.
-        ModelFileError: The folder contains no EAGLE-1 head, or the head is damaged or not supported.
-        MemoryBudgetError: The head does not fit in memory.
-    """
     files, path = read_eagle(folder), Path(target.facts.path)
     config, lib, (weights,) = files.config, library(), target.weights
     if config.version != 1:
@@ -431,16 +420,7 @@ def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
 
 
 def _estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate an EAGLE-1 head's memory use with a GGUF target, including the hidden-state log.
-
-    Args:
-        files: The head's files.
-        target: The target's file.
-        context_tokens: Size of the head's KV cache in tokens.
-
-    Raises:
-        ModelFileError: The target's file is damaged.
-    """
+    """Estimate an EAGLE-1 head's memory use with a GGUF target, including the hidden-state log."""
     config = files.config
     values = 8 * config.hidden_size + 3 * config.feed_forward_size
     compute = BATCH_TOKENS * values + MAX_LOGGED_TOKENS * config.target_size

@@ -110,11 +110,7 @@ def _eagle_values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArr
 
 
 def _eagle_layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
-    """Return the indices of the target layers whose inputs the head reads.
-
-    Raises:
-        ModelFileError: llama.cpp does not support the head.
-    """
+    """Return the indices of the target layers whose inputs the head reads, if llama.cpp supports the head."""
     config, choices = head.config, head.config.layer_choices(target_layers)
     unknown = sorted(head.tensors.keys() - _EAGLE_NAMES.keys())
     if config.version != 3:
@@ -325,18 +321,8 @@ def _write_converted(
 ) -> None:
     """Write a head or a draft model to a GGUF file, with matrices in float16.
 
-    Args:
-        output: The file to write.
-        architecture: The file's `general.architecture`.
-        what: Description of the head or draft model, for error messages.
-        config: The configuration of its transformer layers.
-        tensors: (GGUF name, values) pairs.
-        target_ids: Target token id for each draft token, or None if the two vocabularies are the same.
-        add_settings: Adds all other metadata to the file.
-
-    Raises:
-        ModelFileError: A setting is missing, or a setting or a weight cannot be stored.
-        OSError: The file cannot be written.
+    `what` describes it in error messages. `target_ids` has the target's token id for each draft token, or is
+    None if the two vocabularies are the same.
     """
     writer = gguf.GGUFWriter(output, architecture)
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,9 @@ from edgespec.backends.llamacpp.kv_sequences import (
     merge_kv,
     sized_parts,
 )
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.llamacpp.shared_context import ContextSlot
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
@@ -61,7 +62,7 @@ class GgufModel(BaseModel):
     def __init__(
         self,
         weights: Sequence[Any],
-        contexts: Sequence[LlamaContext],
+        contexts: Sequence[LlamaContext | ContextSlot],
         cells: Sequence[KvCells],
         max_plan: ContextPlan,
         options: LoadOptions,
@@ -95,7 +96,7 @@ class GgufModel(BaseModel):
 
     @property
     def max_threads(self) -> int:
-        return self._context.max_threads if self._context.adapts_threads else 0
+        return self._context.max_threads
 
     def set_max_threads(self, threads: int) -> None:
         for context in self._contexts:
@@ -112,7 +113,7 @@ class GgufModel(BaseModel):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._end_round()
-        for batch in in_batches(tokens, self._context.batch_tokens, progress):
+        for batch in self._batches(tokens, progress):
             try:
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
@@ -122,6 +123,10 @@ class GgufModel(BaseModel):
                     cells.truncate(self.length)
                 raise
             self.cells.length += len(batch)
+
+    def _batches(self, tokens: Sequence[int], progress: Progress | None) -> Iterator[Sequence[int]]:
+        """Split a prompt into the tokens of each pass. See `in_batches`."""
+        return in_batches(tokens, self._context.batch_tokens, progress)
 
     @abstractmethod
     def _append(self, tokens: Sequence[int]) -> None:
@@ -136,7 +141,7 @@ class GgufModel(BaseModel):
             self._check_shape(tree)
             if first == 0:
                 self.cells.end_round()
-            return HostLogits(run(tree, first))
+            return HostLogits(run(tree, first), self._context.other_tokens)
         except (BackendError, ContextFullError, CancelledError):
             self._end_round()
             raise
@@ -223,14 +228,16 @@ class GgufModel(BaseModel):
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
         self._end_round()
-        before = [context.plan for context in self._contexts]
+        # Models with slots override this method.
+        contexts = cast("Sequence[LlamaContext]", self._contexts)
+        before = [context.plan for context in contexts]
         after = [plan.with_tokens(round_up_to_block(context_tokens)) for plan in before]
         check_resize_fits(before, after, self.facts.weight_bytes, self.options)
         try:
-            for context, plan in zip(self._contexts, after, strict=True):
+            for context, plan in zip(contexts, after, strict=True):
                 rebuild_context(context, plan, self.length, recurrent=self._recurrent)
         except BaseException:
-            for context, plan in zip(self._contexts, before, strict=True):
+            for context, plan in zip(contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
             # Notify the heads even if the size is unchanged, because their contexts may still refer to the
@@ -238,7 +245,7 @@ class GgufModel(BaseModel):
             self._now_sized(before[0].tokens, sum(plan.kv_bytes for plan in before))
             raise
         finally:
-            if any(context.is_lost for context in self._contexts):
+            if any(context.is_lost for context in contexts):
                 self._cut(0)
                 self._now_sized(0, 0)
         self._now_sized(after[0].tokens, sum(plan.kv_bytes for plan in after))
@@ -286,13 +293,13 @@ class GgufModel(BaseModel):
 
     def interrupt(self, enabled: bool) -> None:
         for context in self._contexts:
-            context.interrupt.requested = enabled
+            context.set_interrupt(enabled)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for context in self._contexts:
+        for context in cast("Sequence[LlamaContext]", self._contexts):
             context.close()
         first, *others = self.weights
         for weights in others:

@@ -95,10 +95,9 @@ class LlamaHeadCells(HeadCells):
 
 def describe_head(parts: HeadParts, capabilities: Capabilities) -> ModelFacts:
     """Return the facts of a head with its own KV cache."""
-    weights, plan, vocabulary = parts.weights, parts.context.plan, parts.target.vocabulary
+    file, plan, vocabulary = parts.file, parts.context.plan, parts.target.vocabulary
     result = ProbeResult(capabilities, "in place")
-    share = weights.max_plan.share
-    facts = describe(weights.handle, str(weights.path), weights.name, share, vocabulary, result)
+    facts = describe(file.handle, str(file.path), file.name, file.max_plan.share, vocabulary, result)
     return replace(
         facts,
         context_tokens=plan.tokens,
@@ -131,7 +130,7 @@ class PairHead(HeadView[HeadTarget]):
     _layer = 0
 
     def __init__(self, parts: HeadParts, encodes: bool = False, layers: int = 1) -> None:
-        options = parts.weights.options
+        options = parts.file.options
         super().__init__(parts.target, parts.log, parts.release, LlamaHeadCells(parts.context, options))
         capabilities = Capabilities(
             rollback=True,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import check_finite
+from edgespec.backends.head_view import check_finite, check_sizes
 from edgespec.backends.llamacpp.context import Batch, LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.devices import has_own_memory
@@ -25,7 +25,7 @@ from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.pass_scheduler import PassPart
 from edgespec.backends.llamacpp.shared_context import ContextSlot, JoinedParts, SharedContext
-from edgespec.backends.llamacpp.state_taps import copied_rows, nextn_api, target_layers_api
+from edgespec.backends.llamacpp.state_taps import copied_rows, nextn, target_layer_ids
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.base_model import SelfDraftView
@@ -41,9 +41,7 @@ __all__ = [
     "HeadParts",
     "HeadPass",
     "HeadRows",
-    "HeadWeights",
     "PairContext",
-    "check_sizes",
     "head_memory",
     "head_options",
     "load_head_file",
@@ -56,39 +54,11 @@ BATCH_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """A head's weights, and the information needed to run them.
-
-    Attributes:
-        handle: The llama_model handle that contains the head.
-        path: The head's file.
-        name: The head's name, for messages.
-        options: See `head_options`.
-        max_plan: The head's context plan for the target's maximum context length, covering all concurrent
-            replies.
-        free: Frees the weights that were loaded for the head.
-        shown_path: The path to show to the user.
-    """
-
-    handle: Any
-    path: Path
-    name: str
-    options: LoadOptions
-    max_plan: ContextPlan
-    free: Callable[[], None]
-    shown_path: Path
-
-    def plan_for(self, target: HeadTarget) -> ContextPlan:
-        """Return the head's context plan for the target's current context length."""
-        return self.max_plan.with_tokens(target.facts.context_tokens * self.max_plan.slots)
-
-
-@dataclass(frozen=True, slots=True)
 class HeadParts:
     """The parts that make up a reply's view of a head.
 
     Attributes:
-        weights: The head's weights.
+        file: The loaded head.
         target: The model that the head drafts for.
         context: The context that runs the head, or the reply's slot in it if several replies share its
             passes.
@@ -96,66 +66,82 @@ class HeadParts:
         release: Called when the view is closed. See `SharedHead.view`.
     """
 
-    weights: HeadWeights
+    file: HeadFile
     target: HeadTarget
     context: HeadContext | HeadSlot
     log: HiddenStateLog
     release: Callable[[], None]
 
 
+@dataclass(eq=False)
 class HeadFile:
     """A loaded head whose context is opened with its first view. Implements `SharedHead`.
 
-    Args:
-        weights: The head's weights.
+    Attributes:
+        handle: The llama_model handle that contains the head.
+        path: The head's file.
+        shown_path: The path to show to the user.
+        name: The head's name, for messages.
+        options: See `head_options`.
+        max_plan: The head's context plan for the target's maximum context length, covering all concurrent
+            replies.
         states: The hidden states of the target that the head reads, numbered as in `HiddenStateSource`.
-        open_context: Opens the context, given the target and the number of hidden-state values per token.
+        open_context: Opens the context, given this head, the target and the number of hidden-state values per
+            token.
         make_view: Creates a view.
+        owns_weights: Whether `handle` was loaded for the head, rather than for the target.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        states: Sequence[int],
-        open_context: Callable[[HeadTarget, int], HeadContext],
-        make_view: Callable[[HeadParts], SelfDraftView[HeadTarget]],
-    ) -> None:
-        self._weights, self._states = weights, states
-        self._open_context, self._make_view = open_context, make_view
-        # One context per view: either its slot in a shared context, or a context of its own if there is only
-        # one view.
-        self._contexts: Sequence[HeadContext | HeadSlot] = ()
-        self._close_context: Callable[[], None] = lambda: None
+    handle: Any
+    path: Path
+    shown_path: Path
+    name: str
+    options: LoadOptions
+    max_plan: ContextPlan
+    states: Sequence[int]
+    open_context: Callable[[HeadFile, HeadTarget, int], HeadContext]
+    make_view: Callable[[HeadParts], SelfDraftView[HeadTarget]]
+    owns_weights: bool = True
+    # One context per view: either its slot in a shared context, or a context of its own if there is only one
+    # view.
+    _contexts: Sequence[HeadContext | HeadSlot] = field(default=(), init=False)
+    _close_context: Callable[[], None] | None = field(default=None, init=False)
+
+    def plan_for(self, target: HeadTarget) -> ContextPlan:
+        """Return the head's context plan for the target's current context length."""
+        return self.max_plan.with_tokens(target.facts.context_tokens * self.max_plan.slots)
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[HeadTarget]:
         """Return a reply's view of the head. Raises ModelFileError if its logits are not finite."""
-        log = target.log_hidden_states(self._states)
+        log = target.log_hidden_states(self.states)
         try:
             if not self._contexts:
                 self._open(target, log.row_size)
             context = self._contexts[target.slot]
-            view = self._make_view(HeadParts(self._weights, target, context, log, release))
+            view = self.make_view(HeadParts(self, target, context, log, release))
         except BaseException:
             target.stop_logging(log)
             raise
         try:
-            check_finite(view, self._weights.shown_path)
+            check_finite(view, self.shown_path)
         except BaseException:
             view.close()
             raise
         return view
 
     def _open(self, target: HeadTarget, row_size: int) -> None:
-        context = self._open_context(target, row_size)
+        context = self.open_context(self, target, row_size)
         self._contexts, self._close_context = [context], context.close
         if context.plan.slots > 1:
-            shared = SharedHeadContext(context, self._weights.name)
+            shared = SharedHeadContext(context, self.name)
             self._contexts, self._close_context = shared.slots, shared.close
 
     def close(self) -> None:
         """Free the contexts and the weights. All views must already be closed."""
-        self._close_context()
-        self._weights.free()
+        if self._close_context is not None:
+            self._close_context()
+        if self.owns_weights:
+            library().llama_model_free(self.handle)
 
 
 class SharedHeadContext(SharedContext):
@@ -307,9 +293,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     """
     lib, (weights,) = library(), target.weights
     check_sizes(target, path, [("hidden states", lib.llama_model_n_embd(weights), state_size)])
-    api, count = target_layers_api(), lib.llama_model_n_layer(weights)
-    assert api is not None
-    layers = list(api.ids(head)[: api.count(head)])
+    layers, count = target_layer_ids(head), lib.llama_model_n_layer(weights)
     # An index of `count` is also valid, and refers to the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
@@ -319,25 +303,6 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
             code="head_mismatch",
         )
     return layers
-
-
-def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
-    """Raise CapabilityError if any of a head's sizes differs from the target's.
-
-    Args:
-        target: The model that the head drafts for.
-        path: The head's file, for the message.
-        sizes: (name, target's size, head's size) triples. The name is used in the message, as in
-            `("hidden states", 4096, 2048)`.
-    """
-    for what, own, needed in sizes:
-        if own != needed:
-            raise CapabilityError(
-                f"the draft head {path} was made for another model: it needs {what} of size {needed:,}, but"
-                f" {target.facts.name} has {what} of size {own:,}",
-                "choose the head that was published for this model",
-                code="head_mismatch",
-            )
 
 
 def head_memory(
@@ -476,15 +441,11 @@ class PairContext(HeadContext):
 
     def allocate(self, plan: ContextPlan) -> None:
         super().allocate(plan)
-        api = nextn_api()
-        assert api is not None
-        api.switch(self._context, True, True)
+        nextn().switch(self._context, True, True)
 
     def select_mtp_layer(self, layer: int) -> None:
         """Make later passes run the MTP layer with this index."""
-        api = nextn_api()
-        assert api is not None
-        api.select_layer(self._context, layer)
+        nextn().select_layer(self._context, layer)
 
     def compute(self, head_pass: HeadPass) -> HeadRows:
         kind, tokens, inputs, positions, sequences = head_pass
@@ -499,9 +460,7 @@ class PairContext(HeadContext):
 
     def _last_states(self, count: int) -> NDArray[np.float32]:
         """Return the head's own hidden states after the `count` tokens of the last pass."""
-        api = nextn_api()
-        assert api is not None
-        return copied_rows(api.address(self._context), count, self._state_size)
+        return copied_rows(nextn().address(self._context), count, self._state_size)
 
     def close(self) -> None:
         super().close()

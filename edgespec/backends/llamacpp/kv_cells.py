@@ -1,14 +1,16 @@
-"""Track the KV cells of a context: the committed tokens, and the draft tree that is being verified."""
+"""Track the cells of a context: the committed tokens, the draft tree being verified, and checkpoints."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
+from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
+from edgespec.errors import BackendError, CapabilityError
 
-__all__ = ["KvCells", "UnchangedPrefix"]
+__all__ = ["Checkpoint", "Checkpoints", "KvCells", "UnchangedPrefix"]
 
 
 @dataclass(eq=False, slots=True)
@@ -151,3 +153,70 @@ class KvCells:
     def clear_round(self) -> None:
         """Discard the record of the current token tree, without changing the KV cache."""
         self._sequences, self._positions = [], []
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint of a recurrent model's state after the first `length` tokens.
+
+    Attributes:
+        length: Number of tokens.
+        state: The llama.cpp sequence that holds the state, or a copy of it in main memory.
+    """
+
+    length: int
+    state: int | memoryview
+
+
+class Checkpoints:
+    """Saves and restores checkpoints of a recurrent model's state, in the model's own thread.
+
+    Each checkpoint is a llama.cpp sequence of its own, which is reused after the checkpoint has been
+    garbage-collected. Saving one copies no data, because sequences can share KV cells and recurrent states.
+
+    If the sequences of a model cannot share KV cells, checkpoints are copies in main memory of the part of
+    the state that later tokens overwrite. llama.cpp would copy the whole KV cache of such a sequence, but not
+    until the next forward pass, by which time the original may have changed.
+
+    Args:
+        context: The context of the model.
+    """
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._context = context
+        self._free = list(range(1, context.plan.sequences))
+        self._dropped: list[int] = []
+
+    def save(self, length: int) -> Checkpoint:
+        """Save the state of sequence 0, which must contain `length` tokens, and return the checkpoint."""
+        if self._context.plan.checkpoint_bytes:
+            return Checkpoint(length, self._context.export_sequence(recurrent_only=True))
+        self.release_dropped()
+        sequence = self._free.pop()
+        checkpoint = Checkpoint(length, sequence)
+        weakref.finalize(checkpoint, self._dropped.append, sequence)
+        self._context.copy(0, sequence)
+        return checkpoint
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Roll sequence 0 back to a checkpoint and discard all later tokens."""
+        if isinstance(checkpoint.state, int):
+            self.release_dropped()
+            self._context.drop(0, 0)
+            self._context.copy(checkpoint.state, 0)
+            return
+        if not self._context.import_sequence(checkpoint.state, recurrent_only=True):
+            raise BackendError(
+                f"the state after {checkpoint.length:,} tokens cannot be restored",
+                "load the model again",
+                code="state_not_restored",
+            )
+        # Remove the KV cells of later tokens, which importing the checkpoint leaves in place.
+        self._context.drop(0, checkpoint.length)
+
+    def release_dropped(self) -> None:
+        """Free the llama.cpp sequences of checkpoints that have been garbage-collected."""
+        while self._dropped:
+            sequence = self._dropped.pop()
+            self._context.drop(sequence, 0)
+            self._free.append(sequence)

@@ -123,12 +123,12 @@ class KvSequences:
                 return image.position
         return index
 
-    def _attach(self, context: Any) -> None:
+    def attach(self, context: Any) -> None:
         """Attach a new llama_context with empty sequences."""
         self._context, self._memory = context, self._lib.llama_get_memory(context)
 
-    def _detach(self) -> Any:
-        """Detach the llama_context and return it, so that the caller can free it."""
+    def detach(self) -> Any:
+        """Detach the llama_context before it is freed, and return it."""
         context, self._context, self._memory = self._context, None, None
         self._others.clear()
         return context
@@ -298,15 +298,6 @@ class KvSequences:
         window = self.window or max(1, end)
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
-
-    def apply_rollback(self) -> None:
-        """Complete the rollback of sequence 0's recurrent state that `drop` requested.
-
-        llama.cpp would complete it only in the next forward pass, which is too late for checkpoints and
-        copies.
-        """
-        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
         """Return the export size of sequence 0 in bytes. See `export_sequence`."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import parse_kv_types
+from edgespec.backends.llamacpp.context_plan import choose_kv_types
 from edgespec.backends.llamacpp.context_planning import (
     cache_variant,
     initial_plan,
@@ -24,8 +24,7 @@ from edgespec.backends.llamacpp.context_planning import (
     split_load_options,
     work_bytes,
 )
-from edgespec.backends.llamacpp.devices import in_main_memory
-from edgespec.backends.llamacpp.experts import experts_per_part
+from edgespec.backends.llamacpp.devices import experts_per_part, in_main_memory
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import (
@@ -73,8 +72,7 @@ def load_layerskip(
     Raises:
         EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
     """
-    if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)
+    choose_kv_types(options)
     paths = {file: str(Path(folder) / file) for file in FILES}
     check_weights_fit(name, sum(Path(file).stat().st_size for file in paths.values()), options)
     splits = [[paths[part] for part in parts] for parts in PARTS]
@@ -108,6 +106,7 @@ class LayerSkipModel(GgufModel):
     computed while drafting, so the lower layers run only for tokens that were not drafted.
     """
 
+    _context: LlamaContext
     why_blind = (
         "it was prepared for early exit",
         "use another --method to load the original model file",

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
-from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan, choose_kv_types
+from edgespec.backends.llamacpp.devices import Paths, keep_experts_in_memory, model_files
 from edgespec.backends.llamacpp.expert_stream import ExpertStream, expert_table
-from edgespec.backends.llamacpp.experts import keep_experts_in_memory
 from edgespec.backends.llamacpp.header_validation import check_headers
-from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
@@ -45,6 +45,7 @@ from edgespec.system.files import cache_folder, file_state, make_private_folder
 
 __all__ = [
     "check_file",
+    "check_vocabulary",
     "default_threads",
     "describe",
     "free_weights",
@@ -59,10 +60,6 @@ __all__ = [
     "threads_for",
     "with_more_memory",
 ]
-
-# A GGUF file, the first file of a multi-part model, or a list of all its files if their names are
-# unconventional.
-Paths: TypeAlias = str | Sequence[str]
 
 # Models with fewer weight bytes than this run on one CPU thread by default, because more threads would spend
 # most of their time waiting for each other. Only toy models are that small.
@@ -115,8 +112,12 @@ def load_all(
         MemoryBudgetError: The weights to keep exceed the memory budget.
         EdgespecError: See `load_weights` for the other errors.
     """
+    # Report an invalid `--kv-type` before loading the model, which can take minutes.
+    choose_kv_types(options)
     if not options.streamed_layers:
-        return load_weights(path, name, options, progress), None
+        weights = load_weights(path, name, options, progress)
+        check_vocabulary(weights, path)
+        return weights, None
     files = gguf_files(Path(path))
     states = _states(files)
     streamed = choose_streamed(streamable_layers(Path(path)), options)
@@ -130,6 +131,7 @@ def load_all(
         mapped = replace(options, mmap=True, mlock=False, repack=False, gpu_layers=0)
         weights = load_files([str(copy) for copy in copies], name, mapped, progress, named=files)
         found = sorted(file_mappings(copies) - before)
+    check_vocabulary(weights, path)
     stream: WeightStream | None = None
     try:
         unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
@@ -147,6 +149,15 @@ def load_all(
     except BaseException:
         free_weights(weights, stream)
         raise
+
+
+def check_vocabulary(weights: Any, path: str) -> None:
+    """Free a model's weights and raise ModelFileError if it has no vocabulary."""
+    if not vocabulary_size(weights):
+        library().llama_model_free(weights)
+        raise ModelFileError(
+            f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
+        )
 
 
 def _states(files: Sequence[Path]) -> list[str]:
@@ -250,7 +261,7 @@ def repacks_weights(paths: Paths, gpu_layers: int | None, experts: int | None = 
     """
     every = (paths,) if isinstance(paths, str) else tuple(paths)
     with suppress(EdgespecError, OSError):
-        states = tuple(file_state(part) for part in _all_files(paths))
+        states = tuple(map(file_state, model_files(paths)))
         return _repacks_weights(every, gpu_layers, experts or 0, states)
     return False
 
@@ -310,13 +321,8 @@ def model_params(gpu_layers: int | None = None) -> Any:
 
 
 def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any:
-    """Open a GGUF model with llama.cpp. Errors name the files in `named`, which defaults to `paths`.
-
-    Raises:
-        ModelFileError: The model is damaged or not supported.
-        MemoryBudgetError: There is not enough memory.
-    """
-    every = _all_files(paths)
+    """Open a GGUF model with llama.cpp. Errors name the files in `named`, which defaults to `paths`."""
+    every = model_files(paths)
     named = named or every
     check_headers(named)
     size_bytes = sum(file.stat().st_size for file in every)
@@ -332,10 +338,6 @@ def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any
     if not weights:
         raise _load_error(named, size_bytes, recent_errors())
     return weights
-
-
-def _all_files(paths: Paths) -> Sequence[Path]:
-    return gguf_files(Path(paths)) if isinstance(paths, str) else [Path(path) for path in paths]
 
 
 def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:

@@ -347,7 +347,7 @@ class LowBitView(SelfDraftView[GgufModel]):
             self._cells.length = stop
 
     def interrupt(self, enabled: bool) -> None:
-        self._context.interrupt.requested = enabled
+        self._context.set_interrupt(enabled)
 
     def close(self) -> None:
         if self._closed:

@@ -26,9 +26,12 @@ from edgespec.backends.llamacpp.context_planning import (
 )
 from edgespec.backends.llamacpp.devices import (
     LayerPlacement,
+    Paths,
     amx_bytes,
     device_split,
+    expert_bytes,
     expert_shares,
+    experts_per_part,
     has_own_memory,
     in_main_memory,
     mtp_layer_count,
@@ -38,8 +41,7 @@ from edgespec.backends.llamacpp.devices import (
     unusable_bytes,
 )
 from edgespec.backends.llamacpp.expert_stream import ExpertTable, expert_table
-from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
-from edgespec.backends.llamacpp.loading import Paths, load_skeleton, named_layouts
+from edgespec.backends.llamacpp.loading import load_skeleton, named_layouts
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
     has_compressed_keys,
@@ -319,10 +321,7 @@ class GgufMemoryEstimator:
                 "omit --workers",
                 code="workers_not_supported",
             )
-        without_logits = self._compute_without_logits(plan, options)
-        placed = place_layers(
-            self._path, self.name, options, cache_bytes, without_logits, compute_bytes - without_logits
-        )
+        placed, without_logits = self._place(options, plan, cache_bytes, compute_bytes)
         here = MachineShare(
             THIS_MACHINE,
             placed.local,
@@ -352,15 +351,18 @@ class GgufMemoryEstimator:
         plans, part_options = self._plans(options)
         buffers = self._buffers(0, plans[0], part_options[0])
         compute_bytes = buffers.compute_bytes + _attention_bytes(self._weights[0], plans[0], part_options[0])
-        without_logits = self._compute_without_logits(plans[0], part_options[0])
-        logits_bytes = compute_bytes - without_logits
-        return place_layers(self._path, self.name, options, buffers.cache_bytes, without_logits, logits_bytes)
+        return self._place(options, plans[0], buffers.cache_bytes, compute_bytes)[0]
 
-    def _compute_without_logits(self, plan: ContextPlan, options: LoadOptions) -> int:
-        """Return the compute buffer size on a machine without the output layer."""
+    def _place(
+        self, options: LoadOptions, plan: ContextPlan, cache_bytes: int, compute_bytes: int
+    ) -> tuple[LayerPlacement, int]:
+        """Place the layers. Also return the compute buffer size on a machine without the output layer."""
         # llama.cpp always reserves memory for at least one row of logits per sequence.
         few_rows = self._buffers(0, replace(plan, rows=plan.sequences), options)
-        return few_rows.compute_bytes + _attention_bytes(self._weights[0], plan, options)
+        without_logits = few_rows.compute_bytes + _attention_bytes(self._weights[0], plan, options)
+        logits_bytes = compute_bytes - without_logits
+        placed = place_layers(self._path, self.name, options, cache_bytes, without_logits, logits_bytes)
+        return placed, without_logits
 
     def _plans(self, options: LoadOptions) -> tuple[Sequence[ContextPlan], Sequence[LoadOptions]]:
         if self._split:

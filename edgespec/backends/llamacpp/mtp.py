@@ -6,16 +6,14 @@ heads that come in separate files and read the target's KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import HeadView, check_finite
+from edgespec.backends.head_view import HeadView, check_finite, check_sizes
 from edgespec.backends.llamacpp.context_plan import ContextPlan, KvTypes
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.head import PairHead
@@ -24,9 +22,7 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadParts,
     HeadPass,
-    HeadWeights,
     PairContext,
-    check_sizes,
     head_memory,
     head_options,
     load_head_file,
@@ -89,15 +85,13 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
             code="parallel_not_supported",
         )
 
-    def make(weights: Any, options: LoadOptions, name: str, free: Callable[[], None]) -> HeadFile:
+    def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         plan = plan_mtp_context(layers, options)
         check_contexts_fit([plan], check_file(str(path)) if path else 0, options)
-        found = HeadWeights(weights, file, name, options, plan, free, file)
 
-        def open_context(target: HeadTarget, _row_size: int) -> PairContext:
-            return PairContext(
-                weights, options, found.plan_for(target), threads_for(weights, options), mtp=True
-            )
+        def open_context(head_file: HeadFile, target: HeadTarget, _row_size: int) -> PairContext:
+            threads = threads_for(weights, options)
+            return PairContext(weights, options, head_file.plan_for(target), threads, mtp=True)
 
         def make_view(parts: HeadParts) -> PairHead:
             view = PairHead(parts, layers=layers.count)
@@ -107,7 +101,10 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
             return view
 
         states = layers.graph.states_read(library().llama_model_n_layer(target.weights[0]))
-        return HeadFile(found, states, open_context, make_view)
+        owns_weights = path is not None
+        return HeadFile(
+            weights, file, file, name, options, plan, states, open_context, make_view, owns_weights
+        )
 
     if path is None:
         if not target.options.own_head:
@@ -117,13 +114,13 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
                 code="mtp_missing",
             )
         name = f"the MTP layers of {target.facts.name}"
-        return make(target.weights[0], head_options(target), name, lambda: None)
+        return make(target.weights[0], head_options(target), name)
     check_same_model(path, Path(target.facts.path), target.facts.name)
 
     def make_from_file(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         n_embd = library().llama_model_n_embd
         check_sizes(target, file, [("hidden states", n_embd(target.weights[0]), n_embd(weights))])
-        return make(weights, options, name, partial(library().llama_model_free, weights))
+        return make(weights, options, name)
 
     return load_head_file(target, head, target.facts.architecture, "a file with MTP layers", make_from_file)
 
@@ -161,13 +158,6 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
 
 
 def _load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
-    """Load a Gemma 4 assistant for a target.
-
-    Raises:
-        CapabilityError: The file was made for a different target, or several replies would share it.
-        ModelFileError: The file is damaged, or its logits are not finite.
-        MemoryBudgetError: The head does not fit in memory.
-    """
     check_assistant(path, Path(target.facts.path), target.facts.name)
     if target.options.parallel > 1:
         # The head reads the KV cells of the target's first llama.cpp sequence, which belongs to a single
@@ -181,9 +171,12 @@ def _load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
     def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         # One sequence is enough, because the head reads only the target's sequence 0.
         plan = ContextPlan(0, target.max_plan.kv_types, sequences=1, rows=BATCH_TOKENS)
-        free = partial(library().llama_model_free, weights)
-        found = HeadWeights(weights, path, name, options, plan, free, path)
-        return HeadFile(found, (POST_NORM,), partial(_open_assistant_context, found), _checked_assistant)
+        return HeadFile(
+            *(weights, path, path, name, options, plan),
+            states=(POST_NORM,),
+            open_context=_open_assistant_context,
+            make_view=_checked_assistant,
+        )
 
     return load_head_file(target, head, ASSISTANT, "a Gemma 4 assistant", make)
 
@@ -196,7 +189,7 @@ def _checked_assistant(parts: HeadParts) -> _AssistantHead:
     try:
         # `HeadFile` cannot check this head's logits while the target's cache is empty.
         target.prefill([0])
-        check_finite(head, parts.weights.path)
+        check_finite(head, parts.file.path)
     except BaseException:
         head.close()
         raise
@@ -206,11 +199,6 @@ def _checked_assistant(parts: HeadParts) -> _AssistantHead:
 
 
 def _estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a Gemma 4 assistant's memory, including the hidden-state log that it reads.
-
-    Raises:
-        ModelFileError: The file is missing or damaged.
-    """
     return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)),
@@ -234,7 +222,7 @@ class _AssistantHead(HeadView[HeadTarget]):
     """
 
     def __init__(self, parts: HeadParts) -> None:
-        target, context, weights = parts.target, parts.context, parts.weights
+        target, context, file = parts.target, parts.context, parts.file
         super().__init__(target, parts.log, parts.release)
         assert isinstance(context, PairContext)
         self._context = context
@@ -242,12 +230,10 @@ class _AssistantHead(HeadView[HeadTarget]):
             rollback=True,
             tree=target.facts.capabilities.tree,
             max_width=context.max_width,
-            max_branches=weights.options.max_branches,
+            max_branches=file.options.max_branches,
         )
         result = ProbeResult(capabilities, "nothing to roll back")
-        facts = describe(
-            weights.handle, str(weights.path), weights.name, context.plan, self.vocabulary, result
-        )
+        facts = describe(file.handle, str(file.path), file.name, context.plan, self.vocabulary, result)
         self.facts = replace(facts, vocab_size=self.vocabulary.size, notice="")
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: NDArray[np.float32] = np.empty((0, self.log.row_size), np.float32)
@@ -286,7 +272,7 @@ class _AssistantHead(HeadView[HeadTarget]):
         return rows.logits if position else np.zeros_like(rows.logits)
 
     def interrupt(self, enabled: bool) -> None:
-        self._context.interrupt.requested = enabled
+        self._context.set_interrupt(enabled)
 
     def close(self) -> None:
         if not self._closed:
@@ -294,10 +280,10 @@ class _AssistantHead(HeadView[HeadTarget]):
         super().close()
 
 
-def _open_assistant_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:
+def _open_assistant_context(file: HeadFile, target: HeadTarget, _row_size: int) -> PairContext:
     """Return a context for a head that reads the target's KV cells."""
-    shared, options = target.context, weights.options
-    plan = weights.max_plan.with_tokens(shared.tokens)
+    shared, options = target.context, file.options
+    plan = file.max_plan.with_tokens(shared.tokens)
     # Save the target's KV cells, because llama.cpp clears the cache when it creates a context that reads it.
     try:
         cells = shared.export_cells(0, 0, target.length)
@@ -308,8 +294,8 @@ def _open_assistant_context(weights: HeadWeights, target: HeadTarget, _row_size:
             code="out_of_memory",
         ) from error
     try:
-        threads = threads_for(weights.handle, options)
-        context = PairContext(weights.handle, options, plan, threads, target=shared)
+        threads = threads_for(file.handle, options)
+        context = PairContext(file.handle, options, plan, threads, target=shared)
     finally:
         shared.clear()
         if not shared.import_cells(cells, 0, target.length):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     headers = {part: read_header(part) for part in gguf_files(path)}
     header = next(iter(headers.values()))
     sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
-    blocks, count = (_count(header, key) for key in ("block_count", "nextn_predict_layers"))
+    blocks, count = (header.architecture_number(key) for key in ("block_count", "nextn_predict_layers"))
     graph = MTP_GRAPHS.get(header.architecture)
     if count and (graph is None or count > graph.max_layers):
         raise CapabilityError(
@@ -153,7 +153,9 @@ def read_mtp_layers(path: Path) -> MtpLayers:
             f"{path} is damaged: it claims {count:,} MTP layers, but has only {blocks:,} layers in all",
             "download it again",
         )
-    has_ranks = all(_count(header, f"attention.{key}") for key in ("key_length_mla", "q_lora_rank"))
+    has_ranks = all(
+        header.architecture_number(f"attention.{key}") for key in ("key_length_mla", "q_lora_rank")
+    )
     if graph.is_latent and (not has_ranks or header.architecture_value("attention.temperature_scale")):
         raise CapabilityError(
             f"llama.cpp cannot run the MTP layers of {path.name}, because it does not support their"
@@ -172,7 +174,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
         sum(size for name, size in sizes.items() if any(name.startswith(f"blk.{i}.") for i in layers)),
         sum(_layer_token_bytes(header, layer) for layer in layers),
         embedding.shape[-1] if embedding else 0,
-        _count(header, "embedding_length") * graph.streams,
+        header.architecture_number("embedding_length") * graph.streams,
         graph,
     )
 
@@ -202,11 +204,13 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
 
     llama.cpp would abort or read out of bounds.
     """
-    size, output_size = (_count(header, key) for key in ("embedding_length", "embedding_length_out"))
+    size, output_size = (
+        header.architecture_number(key) for key in ("embedding_length", "embedding_length_out")
+    )
     ratios = header.architecture_value("attention.compress_ratios")
     attends = isinstance(ratios, np.ndarray) and any(ratios[layer] for layer in layers if layer < len(ratios))
-    hashed = _count(header, "hash_layer_count") > layers[0]
-    key, indexed = (_count(header, f"attention.{part}key_length") for part in ("", "indexer."))
+    hashed = header.architecture_number("hash_layer_count") > layers[0]
+    key, indexed = (header.architecture_number(f"attention.{part}key_length") for part in ("", "indexer."))
     other_attention = graph.streams > 1 and (attends or hashed or key == indexed)
     if output_size not in (0, size * graph.streams) or other_attention:
         raise CapabilityError(
@@ -233,26 +237,25 @@ def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) ->
 
 
 def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
-    heads = header.architecture_value("attention.head_count", 0)
-    first = _of_layer(heads, 0)
-    count = _of_layer(header.architecture_value("attention.head_count_kv", heads), layer)
-    size = _count(header, "embedding_length") // first if first else 0
-    key, value = (_count(header, f"attention.{part}_length") or size for part in ("key", "value"))
+    heads = _of_layer(header, "attention.head_count", 0)
+    size = header.architecture_number("embedding_length") // heads if heads else 0
+    key, value = (header.architecture_number(f"attention.{part}_length") or size for part in ("key", "value"))
     if header.architecture_value("attention.key_length_mla"):
         value = 0
-    return count * (key + value) * _F16_BYTES
+    return _kv_heads(header, layer) * (key + value) * _F16_BYTES
 
 
-def _of_layer(value: Any, layer: int) -> int:
+def _of_layer(header: GgufHeader, key: str, layer: int) -> int:
     """Return a layer's value from metadata that holds one value for all layers or one per layer."""
+    value = header.architecture_value(key)
     if isinstance(value, np.ndarray):
-        return int(value[layer]) if value.dtype.kind in "iu" and layer < len(value) else 0
-    return value if isinstance(value, int) else 0
+        return int(value[layer]) if value.dtype.kind in "iu" and 0 <= layer < len(value) else 0
+    return header.architecture_number(key)
 
 
-def _count(header: GgufHeader, key: str) -> int:
-    value = header.architecture_value(key, 0)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+def _kv_heads(header: GgufHeader, layer: int) -> int:
+    key = "attention.head_count_kv"
+    return _of_layer(header, "attention.head_count" if header.architecture_value(key) is None else key, layer)
 
 
 def check_same_model(path: Path, target: Path, target_name: str) -> None:
@@ -339,7 +342,8 @@ def _assistant_problem(header: GgufHeader) -> str:
     if not header.architecture_number("attention.sliding_window"):
         return "it does not state the size of its sliding window"
     for layer, is_windowed in enumerate(windowed):
-        heads, kv = _heads(header, layer), _kv_shape(header, layer, is_windowed)
+        heads = _of_layer(header, "attention.head_count", layer)
+        kv = _kv_shape(header, layer, is_windowed)
         if not (heads and kv.heads and kv.size) or heads % kv.heads:
             return f"its layer {layer} has {heads:,} heads, but {kv}"
         values = header.architecture_number(f"attention.value_length{_suffix(is_windowed)}")
@@ -378,18 +382,9 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
     return ""
 
 
-def _heads(header: GgufHeader, layer: int, key: str = "attention.head_count") -> int:
-    """Return a layer's head count. The metadata has one value for all layers or one per layer."""
-    value = header.architecture_value(key)
-    if isinstance(value, np.ndarray):
-        return int(value[layer]) if 0 <= layer < len(value) and value.dtype.kind in "iu" else 0
-    return header.architecture_number(key)
-
-
 def _kv_shape(header: GgufHeader, layer: int, is_windowed: bool) -> _KvShape:
-    key = "attention.head_count_kv"
-    heads = _heads(header, layer) if header.architecture_value(key) is None else _heads(header, layer, key)
-    return _KvShape(heads, header.architecture_number(f"attention.key_length{_suffix(is_windowed)}"))
+    size = header.architecture_number(f"attention.key_length{_suffix(is_windowed)}")
+    return _KvShape(_kv_heads(header, layer), size)
 
 
 def _suffix(is_windowed: bool) -> str:

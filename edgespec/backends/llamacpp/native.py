@@ -206,6 +206,8 @@ def ggml() -> Any:
         ("ggml_backend_dev_get_props", None, [pointer, ctypes.POINTER(DeviceProperties)]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
+        ("ggml_backend_reg_dev_count", size, [pointer]),
+        ("ggml_backend_reg_dev_get", pointer, [pointer, size]),
         ("ggml_backend_init_by_type", pointer, [ctypes.c_int, ctypes.c_char_p]),
         ("ggml_backend_free", None, [pointer]),
         ("ggml_backend_get_device", pointer, [pointer]),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.checkpoints import open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.kv_cells import Checkpoints
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
@@ -103,7 +103,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
 
 def _probe_replay(context: LlamaContext) -> ProbeResult:
     """Check whether restoring a checkpoint is bit-exact, and whether rollback works without one."""
-    checkpoints = open_checkpoints(context)
+    checkpoints = Checkpoints(context)
     context.append(_PREFIX, 0)
     checkpoint = checkpoints.save(len(_PREFIX))
     first = _rows(context, 0)

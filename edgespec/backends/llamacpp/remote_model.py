@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.context_plan import parse_kv_types
 from edgespec.backends.llamacpp.devices import LayerPlacement, mtp_layer_count
-from edgespec.backends.llamacpp.loading import load_files
+from edgespec.backends.llamacpp.loading import check_vocabulary, load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import ggml, library
@@ -53,8 +52,6 @@ def load_on_workers(
         WorkerLostError: A worker exited or hung.
         EdgespecError: Any error raised by `load`. The caller closes `workers` after an error.
     """
-    if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)
     guard_against_aborts(workers)
     placement = _placement(path, name, options)
     # Skip the memory checks, because the planner has already checked all machines. Allow only chain drafts,
@@ -72,6 +69,7 @@ def load_on_workers(
     def load() -> LlamaCppModel:
         place = _Placer(list(chain.from_iterable(add_devices(workers))), placement, mtp_layer_count(path))
         weights = load_files(path, name, own, progress, repack=False, place=place)
+        check_vocabulary(weights, path)
         try:
             return LlamaCppModel(weights, path, name, own)
         except BaseException:

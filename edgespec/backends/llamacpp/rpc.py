@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from edgespec.backends.llamacpp.native import ggml, library, library_path
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.cluster.machines import LOOPBACK
 from edgespec.cluster.weight_cache import hide_unverified
 from edgespec.errors import BackendMissingError, EdgespecError
 from edgespec.system.cores import usable_cores
@@ -116,10 +116,6 @@ def add_devices(workers: ConnectedWorkers) -> list[list[Any]]:
     rpc = _rpc(_copies)
     _users.add(workers)
     libggml = ggml()
-    libggml.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
-    libggml.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_reg_dev_get.restype = ctypes.c_void_p
-    libggml.ggml_backend_reg_dev_get.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     found = []
     _generation += 1
     for link in workers.links:

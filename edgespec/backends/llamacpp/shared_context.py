@@ -95,7 +95,6 @@ class SharedContext:
 
     def __init__(self, context: LlamaContext, free_weights: Callable[[], None]) -> None:
         self._context, self._free_weights = context, free_weights
-        self.can_shift = context.plan.kv_types.can_shift_keys and context.can_shift
         # Held during every call to llama.cpp, because a llama_context is not thread-safe.
         self.lock = threading.RLock()
         count = context.plan.slots
@@ -187,21 +186,6 @@ class SharedContext:
         for slot in self.slots:
             slot.attach(self._context.handle)
 
-    def set_max_threads(self, threads: int) -> None:
-        """Set the maximum number of CPU threads, which is used while the machine is idle."""
-        with self.lock:
-            self._context.set_max_threads(threads)
-
-    def fix_threads(self, fixed: bool) -> None:
-        """Pin the number of threads, or let it follow the machine's load."""
-        with self.lock:
-            self._context.fix_threads(fixed)
-
-    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
-        """Let the context use less memory while memory is low. See `LanguageModel.watch_memory`."""
-        with self.lock:
-            self._context.watch_memory(spare_bytes)
-
     def release(self) -> None:
         """Close a slot. When the last slot is closed, free the context and the weights."""
         with self.lock:
@@ -226,29 +210,27 @@ class ContextSlot(KvSequences):
         shared: The shared context.
         whole: The context that contains all slots.
         index: The index of the slot.
+        other_tokens: The number of tokens in the reply's last pass in addition to those with logits.
     """
 
     # Number of llama.cpp sequences per slot in addition to those for committed tokens and drafts.
     _EXTRA_SEQUENCES = 0
+    # Whether `run` must be called with all tokens whose hidden states are needed. A shared pass computes the
+    # hidden states of all of its tokens.
+    needs_all_rows = False
 
     def __init__(self, shared: SharedContext, context: LlamaContext, slot: int) -> None:
         self.plan: ContextPlan = context.plan.share
         first, count = slot * self.plan.sequences, self.plan.sequences - self._EXTRA_SEQUENCES
         super().__init__(count, window=context.window, first=first, lock=shared.lock)
-        self._attach(context.handle)
+        self.attach(context.handle)
         self.tokens = self.plan.tokens
         self.shared = shared
         self.whole = context
         self.index = slot
         self.max_width = max_pass_tokens(context)
-
-    def attach(self, context: Any) -> None:
-        """Attach a new llama_context."""
-        self._attach(context)
-
-    def detach(self) -> None:
-        """Detach the llama_context before it is freed."""
-        self._detach()
+        self.other_tokens = 0
+        self._states: NDArray[np.float32] = np.empty((0, 0, 0), np.float32)
 
     @property
     def batch_tokens(self) -> int:
@@ -264,38 +246,45 @@ class ContextSlot(KvSequences):
     def max_threads(self) -> int:
         return self.whole.max_threads
 
-    @property
-    def adapts_threads(self) -> bool:
-        return self.whole.adapts_threads
+    def set_max_threads(self, threads: int) -> None:
+        with self._lock:
+            self.whole.set_max_threads(threads)
 
-    def append(self, tokens: Sequence[int], position: int, outputs: int = 0) -> PassPart:
-        """Append tokens to the slot's sequence, and compute logits for the last `outputs` of them.
+    def fix_threads(self, fixed: bool) -> None:
+        with self._lock:
+            self.whole.fix_threads(fixed)
 
-        See `run` for the errors.
-        """
+    def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
+        with self._lock:
+            self.whole.watch_memory(spare_bytes)
+
+    def append(self, tokens: Sequence[int], position: int) -> None:
+        """Append tokens to the slot's sequence, without computing logits. See `run` for the errors."""
         count = len(tokens)
-        return self._run(tokens, range(position, position + count), [(0,)] * count, outputs)
+        self._run(tokens, range(position, position + count), [(0,)] * count, 0)
 
     def append_image(
-        self,
-        tokens: Sequence[int],
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int32],
-        *,
-        is_causal: bool,
+        self, rows: NDArray[np.float32], positions: NDArray[np.int32], *, is_causal: bool
     ) -> None:
         """Append part of an image, given as image embeddings, to the slot's sequence.
 
         See `LlamaContext.append_image`, and `run` for the errors.
         """
-        part = self._part(tokens, positions[0].tolist(), [(0,)] * len(tokens), 0, "image")
+        count = len(rows)
+        part = self._part([0] * count, positions[0].tolist(), [(0,)] * count, 0, "image")
         part.inputs, part.components, part.is_causal = rows, positions, is_causal
         self.shared.scheduler.run(part)
 
     def run(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
-    ) -> PassPart:
-        """Process tokens in the next shared pass, and return the part with its logits.
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        needs_logits: Sequence[bool] | None = None,
+    ) -> NDArray[np.float32]:
+        """Process tokens in the next shared pass, and return their logits. See `LlamaContext.run`.
+
+        If `needs_logits` is given, only the last tokens may need them.
 
         Raises:
             CancelledError: `interrupt` was called.
@@ -303,13 +292,23 @@ class ContextSlot(KvSequences):
             OutOfMemoryError: A buffer for the forward pass cannot be allocated.
             BackendError: llama.cpp failed for any other reason.
         """
-        return self._run(tokens, positions, sequences, len(tokens))
+        outputs = len(tokens) if needs_logits is None else sum(needs_logits)
+        return self._run(tokens, positions, sequences, outputs).rows
 
-    def run_states(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """Append tokens like `append`, and return the last layer's hidden states."""
-        count = len(tokens)
-        positions, sequences = range(position, position + count), [(0,)] * count
-        return self._run(tokens, positions, sequences, count, "embeddings").rows
+    def run_states(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> NDArray[np.float32]:
+        """Run tokens, and return the last layer's hidden states. See `LlamaContext.run_states`."""
+        return self._run(tokens, positions, sequences, len(tokens), "embeddings").rows
+
+    def tap_states(self, states: Sequence[int]) -> None:
+        """Choose the hidden states that the slot's passes return. See `LlamaContext.tap_states`."""
+        self.shared.tap_states(self.index, states)
+
+    def tapped_rows(self, count: int) -> NDArray[np.float32]:
+        """Return the hidden states from the slot's last pass, which ran `count` tokens."""
+        assert len(self._states) == count
+        return self._states
 
     def _run(
         self,
@@ -325,7 +324,9 @@ class ContextSlot(KvSequences):
         part = self._part(tokens, positions, sequences, outputs, kind)
         if inputs is not None:
             part.inputs = inputs
-        return self.shared.scheduler.run(part)
+        self.shared.scheduler.run(part)
+        self.other_tokens, self._states = part.pass_tokens - outputs, part.states
+        return part
 
     def _part(
         self,

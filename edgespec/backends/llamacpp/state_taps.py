@@ -32,8 +32,10 @@ __all__ = [
     "copied_rows",
     "first_layers_of_each_kind",
     "layer_output",
+    "lists_target_layers",
+    "nextn",
     "nextn_api",
-    "target_layers_api",
+    "target_layer_ids",
 ]
 
 # Architectures for which llama.cpp can copy layer inputs. With any other architecture, it aborts.
@@ -137,50 +139,6 @@ def layer_output(layer: int) -> str:
     return f"l_out-{layer}"
 
 
-class LayerTaps:
-    """The layers whose inputs a context copies in every pass.
-
-    The model's architecture must be one of `_TAPPED_ARCHITECTURES`, and the layers must exist. Otherwise,
-    llama.cpp aborts.
-
-    Args:
-        size: The model's embedding size.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._layers: Sequence[int] = ()
-
-    def set(self, context: Any, layers: Sequence[int]) -> None:
-        """Choose the layers whose inputs later passes copy.
-
-        If the context was freed, pass None, and call `apply` after recreating it.
-        """
-        before, self._layers = self._layers, layers
-        if context:
-            for layer in (*before, *layers):
-                self._switch(context, layer)
-
-    def apply(self, context: Any) -> None:
-        """Make a newly created context copy the inputs of the chosen layers."""
-        for layer in self._layers:
-            self._switch(context, layer)
-
-    def _switch(self, context: Any, layer: int) -> None:
-        api = _layer_input_api()
-        assert api is not None
-        api.switch(context, layer, layer in self._layers)
-
-    def rows(self, context: Any, count: int) -> list[NDArray[np.float32]]:
-        """Return each layer's input in the last pass, which ran `count` tokens, as float32 [tokens, size]."""
-        if not self._layers:
-            return []
-        api = _layer_input_api()
-        assert api is not None
-        addresses = [api.address(context, layer) for layer in self._layers]
-        return [copied_rows(each, count, self._size) for each in addresses]
-
-
 def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:
     """Return a copy of the float32 array [count, size] at an address."""
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
@@ -190,9 +148,9 @@ def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:
 class StateTaps:
     """The hidden states to copy in every pass of a context, numbered as in `HiddenStateSource`.
 
-    For some architectures, llama.cpp itself can copy layer inputs (`LayerTaps`). For architectures with
-    multi-token prediction (MTP) layers, it can also copy the final hidden states that the MTP layers read. A
-    hook copies all other hidden states, and must be registered when the context is created.
+    For some architectures, llama.cpp itself can copy layer inputs. For architectures with multi-token
+    prediction (MTP) layers, it can also copy the final hidden states that the MTP layers read. A hook copies
+    all other hidden states, and must be registered when the context is created.
 
     Attributes:
         hook: The hook, which the context must register.
@@ -203,22 +161,22 @@ class StateTaps:
 
     def __init__(self, model: Any) -> None:
         lib = library()
-        size: int = lib.llama_model_n_embd(model)
+        self._size: int = lib.llama_model_n_embd(model)
         self._layer_count: int = lib.llama_model_n_layer(model)
         self._architecture = metadata(model, "general.architecture")
-        self._has_layer_taps = _layer_input_api() is not None and self._architecture in _TAPPED_ARCHITECTURES
-        self._layers, self._size = LayerTaps(size), size
+        self._layer_api = _layer_input_api() if self._architecture in _TAPPED_ARCHITECTURES else None
         # Indices of the final hidden states that llama.cpp can copy itself.
         self._final = _final_states(self._architecture or "", self._layer_count) if nextn_api() else ()
-        self.hook = HiddenStateHook((), size)
+        self.hook = HiddenStateHook((), self._size)
         self._select(())
 
     def _select(self, states: Sequence[int]) -> None:
-        layers = range(self._layer_count) if self._has_layer_taps else range(0)
+        layers = range(self._layer_count) if self._layer_api else range(0)
         self._states = states
         self._tapped = [state for state in states if state in layers]
         hooked = (state for state in states if state not in layers and state not in self._final)
         self._hooked = {state: _tensor(state) for state in hooked}
+        self._copies_final = not set(self._final).isdisjoint(states)
         self.uses_hook = bool(self._hooked)
         self.needs_all_rows = not self._hooked.keys().isdisjoint((POST_NORM, self._layer_count))
         self.hook.set_names(list(self._hooked.values()))
@@ -236,30 +194,30 @@ class StateTaps:
                     "choose the draft head that was published for this model",
                     code="head_mismatch",
                 )
-        if 0 in states and not self._has_layer_taps:
+        if 0 in states and not self._layer_api:
             raise CapabilityError(
                 "cannot read the input of the first layer in models with architecture"
                 f" {self._architecture!r}",
                 "choose another draft head, or another method, such as suffix",
             )
+        before = self._tapped
         self._select(states)
-        self._layers.set(context, self._tapped)
-        self._copy_final(context)
+        if context:
+            self._switch_layers(context, (*before, *self._tapped))
+            if self._final:
+                nextn().switch(context, self._copies_final, False)
 
     def apply(self, context: Any) -> None:
         """Make a newly created context copy the chosen hidden states."""
-        self._layers.apply(context)
+        self._switch_layers(context, self._tapped)
         if self._copies_final:
-            self._copy_final(context)
+            nextn().switch(context, True, False)
 
-    @property
-    def _copies_final(self) -> bool:
-        return not set(self._final).isdisjoint(self._states)
-
-    def _copy_final(self, context: Any) -> None:
-        """Make llama.cpp copy the final hidden states, or stop copying them if none were chosen."""
-        if context and self._final and (api := nextn_api()):
-            api.switch(context, self._copies_final, False)
+    def _switch_layers(self, context: Any, layers: Sequence[int]) -> None:
+        """Make a context copy the inputs of the chosen ones of `layers`, and stop copying those of others."""
+        if self._layer_api:
+            for layer in layers:
+                self._layer_api.switch(context, layer, layer in self._tapped)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
         """Return the last pass's hidden states for its `count` tokens, as float32 [tokens, states, size].
@@ -267,10 +225,12 @@ class StateTaps:
         Raises:
             BackendError: llama.cpp did not compute one of the hidden states for all tokens.
         """
-        found = dict(zip(self._tapped, self._layers.rows(context, count), strict=True))
-        found |= {state: self.hook.take(name, count) for state, name in self._hooked.items()}
-        if self._copies_final and (api := nextn_api()):
-            rows = copied_rows(api.address(context), count, len(self._final) * self._size)
+        found = {state: self.hook.take(name, count) for state, name in self._hooked.items()}
+        if self._layer_api:
+            for layer in self._tapped:
+                found[layer] = copied_rows(self._layer_api.address(context, layer), count, self._size)
+        if self._copies_final:
+            rows = copied_rows(nextn().address(context), count, len(self._final) * self._size)
             found |= zip(self._final, np.split(rows, len(self._final), axis=1), strict=True)
         return np.stack([found[state] for state in self._states], axis=1)
 
@@ -317,19 +277,6 @@ class NextnApi:
     select_layer: Callable[[Any, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class TargetLayersApi:
-    """Functions for reading which target layers a head uses.
-
-    Attributes:
-        ids: Returns a pointer to the indices of the target layers whose inputs the head reads.
-        count: Returns the number of indices.
-    """
-
-    ids: Callable[[Any], Any]
-    count: Callable[[Any], int]
-
-
 _POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
 
 
@@ -354,14 +301,30 @@ def nextn_api() -> NextnApi | None:
     return NextnApi(*found) if found else None
 
 
+def nextn() -> NextnApi:
+    """Return the functions for MTP layers and final states, which this llama.cpp must have."""
+    api = nextn_api()
+    assert api is not None
+    return api
+
+
 @cache
-def target_layers_api() -> TargetLayersApi | None:
-    """Return the functions for a head's target layers, or None if llama.cpp lacks any of them."""
-    found = _functions(
+def _target_layer_functions() -> list[Any]:
+    return _functions(
         ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
         ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),
     )
-    return TargetLayersApi(*found) if found else None
+
+
+def lists_target_layers() -> bool:
+    """Return whether llama.cpp has the functions that `target_layer_ids` needs."""
+    return bool(_target_layer_functions())
+
+
+def target_layer_ids(head: Any) -> list[int]:
+    """Return the indices of the target layers whose inputs a head reads, given its llama_model handle."""
+    ids, count = _target_layer_functions()
+    return list(ids(head)[: count(head)])
 
 
 def _functions(*signatures: tuple[Any, ...]) -> list[Any]:

@@ -13,11 +13,10 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
-from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary, vocabulary_size
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.model.base import Head, LoadOptions, Progress
@@ -118,11 +117,7 @@ def _plan(path: str, name: str, *, split: bool) -> None:
 
 def _run_passes(context: LlamaContext, weights: Any) -> None:
     size = vocabulary_size(weights)
-
-    def interrupt(requested: bool) -> None:
-        context.interrupt.requested = requested
-
-    with suppress(CancelledError), _interrupted_after(interrupt, _PASS_CPU_SECONDS):
+    with suppress(CancelledError), _interrupted_after(context.set_interrupt, _PASS_CPU_SECONDS):
         probe(context, weights, _OPTIONS)
         start = 0
         for width in _WIDTHS:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan, choose_kv_types, kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import load_weights, threads_for
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.errors import CancelledError
 from edgespec.model.base import LoadOptions, Progress, Vocabulary
 
@@ -31,22 +31,15 @@ _CELLS = 8_192
 class _Text:
     """A text that is being written.
 
-    Attributes:
-        index: Index of the text's prompt.
-        sequence: The llama.cpp sequence that holds the text.
-        cells: Number of KV cells reserved for the text.
-        temperature: The sampling temperature, or 0 for the most likely tokens.
-        random: Source of random numbers. Each text has its own, so that other texts change it at most by
-            rounding.
-        pending: Tokens that have not been run yet.
-        length: Number of tokens that have been run.
-        tokens: The tokens written so far.
+    `index` is that of its prompt, and `cells` the number of KV cells reserved for it in its llama.cpp
+    `sequence`. The first `length` tokens have been run, and the `pending` ones follow.
     """
 
     index: int
     sequence: int
     cells: int
     temperature: float
+    # Each text has its own random numbers, so that other texts change it at most by rounding.
     random: np.random.Generator
     pending: list[int]
     length: int = 0

@@ -38,9 +38,8 @@ from edgespec.backends.mlx.layer_block import (
 from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import named_arrays, read_skeleton
 from edgespec.backends.mlx.tensor_shards import JOIN_SECONDS, ShardIndex, check_addresses, shard_for_transfer
-from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.connected import ConnectedWorkers, Link, open_layers
 from edgespec.cluster.layer_child import Buffer, MessageConnection
-from edgespec.cluster.link import Link, open_layers
 from edgespec.cluster.weight_cache import weight_digest
 from edgespec.errors import BackendError, WorkerLostError
 from edgespec.model.base import LoadOptions

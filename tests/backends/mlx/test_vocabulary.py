@@ -17,8 +17,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from edgespec.backends import llamacpp
+from edgespec.backends.llamacpp.metadata import LlamaVocabulary
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.errors import BackendError, ClosedError, EdgespecError
 from edgespec.methods.model.translation import compare_vocabularies

@@ -1,4 +1,4 @@
-"""A split model gives the logits of the whole model, whatever its lower layers have drafted."""
+"""A split model gives the logits and the replies of the whole model, whatever its lower layers drafted."""
 
 from __future__ import annotations
 
@@ -11,19 +11,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.api.runtime import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.methods.base import DrafterMemory
+from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from edgespec.model.formats.layerskip_files import SHARED_BYTES_KEY
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
 from tests.cases import covering
 from tests.raising import raises
+from tests.tables import lookups
+
+EXITS = (1, 4, 9)
+
+
+@pytest.fixture(scope="session")
+def folders(
+    demo_target: Path, demo_in_halves: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
+    """The demo target split at each exit layer."""
+    folder = tmp_path_factory.mktemp("split")
+    return {4: demo_in_halves} | {
+        exit_layer: prepare_layerskip(demo_target, exit_layer, to=folder / str(exit_layer)).folder
+        for exit_layer in EXITS
+        if exit_layer != 4
+    }
+
 
 CONTEXT = 512
 
@@ -338,3 +360,59 @@ class TestReusedDrafts:
 
 def _with_root(tree: TokenTree, root: int) -> TokenTree:
     return TokenTree((root, *tree.tokens[1:]), tree.parents, tree.draft_probs)
+
+
+PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then write the numbers 1 to 20 again.")
+
+
+@pytest.fixture(scope="module")
+def plain(demo_target: Path) -> Iterator[Runtime]:
+    model = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=512))
+    with Runtime(model, None, DrafterSet(model)) as runtime:
+        yield runtime
+
+
+def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> Runtime:
+    """Return a runtime of the split model that drafts with its lower layers."""
+    model = load_layerskip(str(folder), "demo", LoadOptions(context_tokens=512, **options))
+    view = model.self_draft(EarlyExit(model.exit_layer))
+    drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
+    assert drafter.memory_use == DrafterMemory()
+    return Runtime(model, None, DrafterSet(model, {**lookups(), "layerskip": drafter}))
+
+
+class TestSameReplies:
+    @pytest.mark.long
+    @pytest.mark.parametrize(("exit_layer", "branches"), covering(EXITS, ((), (3, 2))))
+    def test_replies_equal_plain_decoding(
+        self, plain: Runtime, folders: dict[int, Path], exit_layer: int, branches: tuple[int, ...]
+    ) -> None:
+        with _drafting(folders[exit_layer], branches) as runtime:
+            for prompt, temperature in zip(PROMPTS, (0.0, 0.8), strict=True):
+                asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 24}
+                expected = plain.generate(prompt, method="none", **asked)
+                for method in ("none", "layerskip", "layerskip+ngram"):
+                    reply = runtime.generate(prompt, method=method, **asked)
+                    assert reply.text == expected.text
+                    if method == "layerskip":
+                        assert reply.stats.drafted_tokens > 0
+
+    @pytest.mark.long
+    def test_replies_with_a_quantised_kv_cache(self, folders: dict[int, Path]) -> None:
+        with _drafting(folders[4], kv_type="q8_0") as runtime:
+            for prompt in PROMPTS:
+                for temperature in (0.0, 0.8):
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 24}
+                    expected = runtime.generate(prompt, method="none", **asked)
+                    assert runtime.generate(prompt, method="layerskip", **asked).text == expected.text
+
+    @pytest.mark.long
+    def test_replies_in_rejection_mode_at_temperature_0(
+        self, plain: Runtime, folders: dict[int, Path]
+    ) -> None:
+        with _drafting(folders[4], (2,)) as runtime:
+            for prompt in PROMPTS:
+                asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "acceptance": "rejection"}
+                expected = plain.generate(prompt, method="none", **asked)
+                for method in ("layerskip", "layerskip+ngram"):
+                    assert runtime.generate(prompt, method=method, **asked).text == expected.text
