@@ -9,7 +9,7 @@ from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
 from edgespec.loading.load_request import LoadRequest
 from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, plan_pair
-from edgespec.loading.prepare.substitutes import estimate_substitutes, write_substitutes
+from edgespec.loading.prepare.lowbit import estimate_substitutes, write_substitutes
 from edgespec.memory.budget import Budget
 from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.model.base import Progress

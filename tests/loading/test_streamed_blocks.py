@@ -18,7 +18,7 @@ from edgespec.backends.llamacpp.weight_stream import FEED_FORWARD, can_stream, s
 from edgespec.cli.program import program
 from edgespec.errors import CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.loading import constants, planning
-from edgespec.loading.prepare.substitutes import write_substitutes
+from edgespec.loading.prepare.lowbit import write_substitutes
 from edgespec.loading.streamed_blocks import prepare_substitutes
 from edgespec.methods.lowbit.substitutes import SUBSTITUTES_FILE, find_substitutes
 from edgespec.model.formats.gguf_header import read_header
