@@ -32,7 +32,7 @@ from edgespec.loading.prepare.lowbit import prepare_lowbit, write_substitutes
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.download import fetch
 from edgespec.store.installed import find_installed
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     PreparedModel,
     check_prepared,
     list_prepared,

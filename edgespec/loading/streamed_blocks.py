@@ -15,7 +15,7 @@ from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.model.base import Progress
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
-from edgespec.store.prepared.prepared_files import PreparedModel
+from edgespec.store.prepared_files import PreparedModel
 from edgespec.system.files import format_bytes
 
 __all__ = ["prepare_substitutes"]

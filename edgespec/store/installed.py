@@ -34,7 +34,7 @@ from edgespec.store.hub_files import (
 )
 from edgespec.store.lmstudio import lmstudio_models, lmstudio_repository
 from edgespec.store.ollama import ollama_models
-from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared
+from edgespec.store.prepared_files import PreparedModel, list_prepared
 from edgespec.store.reference import Resolved, Source, resolve
 from edgespec.store.stored_models import REPOSITORY_DEPTH, EntryBudget, StoredModel, files_below
 from edgespec.system.facts import Facts

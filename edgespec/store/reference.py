@@ -31,8 +31,8 @@ from edgespec.store.download import Progress, fetch
 from edgespec.store.hub_files import cached_model, hub_name, is_quantisation
 from edgespec.store.lmstudio import lmstudio_file, lmstudio_model, lmstudio_models
 from edgespec.store.ollama import ollama_model, ollama_models
-from edgespec.store.prepared.builder import find_quantised, prepare_quantised
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_builder import find_quantised, prepare_quantised
+from edgespec.store.prepared_files import (
     MANIFEST,
     PreparedModel,
     check_prepared,

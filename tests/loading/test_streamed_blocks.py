@@ -24,7 +24,7 @@ from edgespec.methods.lowbit.substitutes import SUBSTITUTES_FILE, find_substitut
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.registry import FileFormat
-from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared
+from edgespec.store.prepared_files import PreparedModel, check_prepared
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_llama, write_mamba
 from tests.cases import first

@@ -29,8 +29,8 @@ from edgespec.model.formats import layerskip_files
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
-from edgespec.store.prepared.builder import BuildFolder, build, interrupted_settings
-from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, find_prepared
+from edgespec.store.prepared_builder import BuildFolder, build, interrupted_settings
+from edgespec.store.prepared_files import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measure_exits", "measured_exit", "prepare_layerskip"]
 

@@ -15,8 +15,8 @@ from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
-from edgespec.store.prepared.builder import BuildFolder, build
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_builder import BuildFolder, build
+from edgespec.store.prepared_files import (
     PreparedModel,
     check_prepared,
     model_files,

@@ -13,7 +13,7 @@ from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.lowbit.substitutes import find_substitutes
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     PreparedModel,
     absolute_path,
     check_prepared,

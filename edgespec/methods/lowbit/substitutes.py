@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     PreparedModel,
     check_prepared,
     find_all_prepared,

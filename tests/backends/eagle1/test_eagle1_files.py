@@ -14,7 +14,7 @@ from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel
 from edgespec.model.formats.head_files import head_at, head_info
 from edgespec.model.registry import format_at
-from edgespec.store.prepared.head import prepare_head
+from edgespec.store.heads import prepare_head
 from tests.backends.damaged_heads import check_same_replies
 from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import first_logits

@@ -29,7 +29,7 @@ from edgespec.errors import (
     OptionError,
 )
 from edgespec.model.base import Progress
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     MANIFEST,
     VERSION,
     BuildSettings,
