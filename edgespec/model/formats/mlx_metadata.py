@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import ChainMap
 from collections.abc import Mapping
@@ -12,22 +11,19 @@ from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.model.formats.mlx_files import (
-    MAX_JSON_BYTES,
-    TensorHeader,
     head_weights,
     is_complete_without_config,
     read_json_object,
-    read_tensors,
     weight_files,
 )
 from edgespec.model.heads.eagle_files import eagle_kind
 from edgespec.model.heads.mtp_files import mtp_files
-from edgespec.model.heads.tensor_files import read_folder_tensors
+from edgespec.model.heads.tensor_files import TensorHeader, read_folder_tensors, read_tensors
 from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.token_list import tokens_of_folder
 from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
-from edgespec.system.files import read_regular_file, regular_file_bytes
+from edgespec.system.files import regular_file_bytes
 
 __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
 
@@ -274,11 +270,9 @@ def _name(config: Mapping[str, Any], folder: Path) -> str:
 def _has_template(folder: Path) -> bool:
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    try:
-        settings = json.loads(read_regular_file(folder / "tokenizer_config.json", MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    with suppress(ModelFileError):
+        return bool(read_json_object(folder / "tokenizer_config.json").get("chat_template"))
+    return False
 
 
 def _sampling(folder: Path) -> dict[str, float]:
