@@ -18,8 +18,8 @@ from edgespec.model.formats.gguf_metadata import (
     read_gguf_info,
     read_pass_weights,
     read_split_info,
-    split_metadata_file,
 )
+from edgespec.model.formats.layerskip_files import LOWER_FIRST
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.mtp_files import MTP_MODELS, mtp_files
@@ -165,7 +165,7 @@ def _try_split(path: str, name: str, runs: bool, progress: Progress | None) -> N
 
 
 def _split_tokens(folder: Path) -> TokenList | None:
-    return tokens_of_header(read_header(split_metadata_file(folder)))
+    return tokens_of_header(read_header(folder / LOWER_FIRST))
 
 
 def _load_mlx(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
