@@ -49,8 +49,8 @@ RESERVE_SHARE, DEFAULT_RESERVE_BYTES = 0.05, 512 * 2**20
 # margin, because llama.cpp aborts the process if it runs out of memory.
 PLANNING_BYTES = 64 * 2**20
 # Memory to add to a plan for what it does not model, such as fragmentation: a fraction of the models' memory
-# and a minimum in bytes. The values were chosen rather than measured. `scripts/bench_memory.py` compares
-# plans with the memory actually used.
+# and a minimum in bytes. The values were chosen rather than measured. `scripts/bench_plan.py` compares plans
+# with the memory actually used.
 HEADROOM_SHARE, MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 # Context sizes in tokens to fall back to if memory is low: one for a chat of a few turns and, as a last
 # resort, one for a short question. Both were chosen rather than measured.
