@@ -63,8 +63,8 @@ class Outcome:
 class WorkerProcess:
     """A worker process that starts with the first input and restarts after each failure."""
 
-    def __init__(self, module: str, subject: str, limits: Limits) -> None:
-        self._module, self._subject, self._limits = module, subject, limits
+    def __init__(self, functions: str, subject: str, limits: Limits) -> None:
+        self._functions, self._subject, self._limits = functions, subject, limits
         shared_memory = Path("/dev/shm")  # Use a RAM disk if available.
         self._folder = tempfile.TemporaryDirectory(
             prefix="edgespec-fuzz-", dir=shared_memory if shared_memory.is_dir() else None
@@ -108,7 +108,8 @@ class WorkerProcess:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         }
-        command = [sys.executable, "-m", "scripts.fuzzing.worker", self._module, self._subject, str(folder)]
+        arguments = [self._functions, self._subject, str(folder)]
+        command = [sys.executable, "-m", "scripts.fuzzing.worker", *arguments]
         with (folder / "messages").open("wb") as messages:
             self._process = subprocess.Popen(
                 command,
