@@ -21,8 +21,6 @@ from edgespec.options.methods import Method, methods
 from edgespec.store.saved_arrays import models_fingerprint
 from edgespec.system.files import file_state
 
-__all__ = ["DrafterFactory"]
-
 
 class DrafterFactory:
     """Creates the drafters for one loaded target.

@@ -39,8 +39,6 @@ from edgespec.store.speedup_estimate import estimate_acceptance_rate, measured_a
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES, usable_cores
 from edgespec.system.facts import Facts
 
-__all__ = ["DraftingForecast", "LoadedTarget", "forecast_drafting", "load_exact_target"]
-
 
 @dataclass(frozen=True, slots=True)
 class DraftingForecast:

@@ -20,8 +20,6 @@ from edgespec.model.model_facts import Adapter
 from edgespec.options.default_model import default_model
 from edgespec.options.settings import MODEL_OPTIONS, as_bytes
 
-__all__ = ["LoadRequest"]
-
 # More layers than any model has.
 _ALL_LAYERS = 1 << 16
 

@@ -40,17 +40,6 @@ from edgespec.store.reference import resolve
 from edgespec.system.disks import largest_file, read_bytes_per_second
 from edgespec.system.files import format_bytes
 
-__all__ = [
-    "AvailableModel",
-    "ModelPlace",
-    "catalogue_models",
-    "download_model",
-    "installed_models",
-    "list_models",
-    "measure_speed",
-    "search_models",
-]
-
 # The quantisation that edgespec downloads by default, and its average number of bits per weight.
 _QUANTISATION, _BITS = "Q4_K_M", 4.85
 # Timeout in seconds for a search, kept short because the user is waiting.

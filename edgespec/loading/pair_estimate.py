@@ -32,8 +32,6 @@ from edgespec.system.disks import (
     read_bytes_per_second,
 )
 
-__all__ = ["PairEstimator", "open_estimator"]
-
 _UNLIMITED_BYTES = 1 << 62
 
 

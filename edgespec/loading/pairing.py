@@ -27,20 +27,6 @@ from edgespec.store.reference import Resolved, refused_head, resolve
 from edgespec.store.remote_header import resolve_head_metadata
 from edgespec.system.files import format_bytes
 
-__all__ = [
-    "ModelPair",
-    "choose_heads",
-    "describe_choice",
-    "draft_load_options",
-    "find_pair",
-    "loading_draft",
-    "options_in_pair",
-    "try_pair",
-    "with_own_adapters",
-    "with_projector",
-    "with_working_draft",
-]
-
 _Result = TypeVar("_Result")
 FindModel = Callable[[str], Resolved]
 

@@ -40,8 +40,6 @@ from edgespec.store.reference import Resolved
 from edgespec.system.files import format_bytes
 from edgespec.system.heap import address_space_is_limited, limit_malloc_arenas
 
-__all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
-
 _ADVICE: Mapping[PlanOption, str] = {
     "experts": "use --experts {experts} or more, or omit it",
     "gpu_layers": "use --gpu-layers {gpu_layers} or less, or omit it",

@@ -14,16 +14,6 @@ from edgespec.model.model_facts import PassWeights
 from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 
-__all__ = [
-    "SpeedPrediction",
-    "catalogue_weights",
-    "no_reads",
-    "predict_entry",
-    "predict_pair",
-    "predict_speed",
-    "recommended_draft",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SpeedPrediction:

@@ -18,8 +18,6 @@ from edgespec.model.trial_load import TrialModel, check_loadable
 from edgespec.store.prepared_files import PreparedModel
 from edgespec.system.files import format_bytes
 
-__all__ = ["prepare_substitutes"]
-
 
 def prepare_substitutes(
     path: Path, memory_bytes: int, type_name: str, *, to: Path | None = None, progress: Progress | None = None

@@ -32,8 +32,6 @@ from edgespec.system.files import file_state
 from edgespec.system.heap import limit_malloc_arenas
 from edgespec.system.installation import package_version
 
-__all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
-
 # Maximum number of characters of llama.cpp's output to quote in an error message.
 _MAX_REASON = 200
 # Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many

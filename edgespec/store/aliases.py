@@ -9,8 +9,6 @@ from edgespec.store import catalogue
 from edgespec.store.installed import read_model_info, same_token_ids, shared_token_fraction
 from edgespec.store.reference import NameReference, Resolved, parse_reference, resolve
 
-__all__ = ["check_alias", "check_pair", "preferred_draft"]
-
 # Special values for `--draft`, which cannot be used as aliases.
 _RESERVED = ("auto", "none")
 

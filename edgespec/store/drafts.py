@@ -37,8 +37,6 @@ from edgespec.store.reference import Resolved, resolve
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 from edgespec.system.files import format_bytes
 
-__all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
-
 DraftSource = Literal["catalogue", "tokens"]
 
 

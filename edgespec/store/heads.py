@@ -52,17 +52,6 @@ from edgespec.store.speedup_estimate import estimate_head_speedup
 from edgespec.store.stored_models import EntryBudget, files_below, folders_in
 from edgespec.system.files import cache_folder, error_reason, format_bytes
 
-__all__ = [
-    "HeadOption",
-    "head_options",
-    "named_head",
-    "needs_conversion",
-    "prepare_head",
-    "published_heads",
-    "resolve_head",
-    "resolve_head_with",
-]
-
 HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
 # Maximum number of entries to read in a model's folder while looking for heads.

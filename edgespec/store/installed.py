@@ -40,27 +40,6 @@ from edgespec.store.stored_models import REPOSITORY_DEPTH, EntryBudget, StoredMo
 from edgespec.system.facts import Facts
 from edgespec.system.files import delete_files, error_reason, write_advice
 
-__all__ = [
-    "InstalledModel",
-    "InstalledModels",
-    "RecommendedSetting",
-    "files_fingerprint",
-    "find_installed",
-    "find_projector",
-    "loaded_bytes",
-    "model_info",
-    "model_info_or_none",
-    "model_repository",
-    "plan_removal",
-    "read_model_info",
-    "recommended_sampling",
-    "refusal_of",
-    "same_token_ids",
-    "shared_token_fraction",
-    "smaller_models",
-    "smaller_quantisations",
-]
-
 _NOT_MODELS: dict[ModelKind, str] = {
     "projector": "the file is an image projector, not a language model",
     "adapter": "the file is an adapter, not a model",

@@ -53,17 +53,6 @@ from edgespec.system.files import (
     write_advice,
 )
 
-__all__ = [
-    "BuildFolder",
-    "build",
-    "delete_leftovers",
-    "find_quantised",
-    "interrupted_settings",
-    "prepare_quantised",
-    "require_folder",
-    "write_conversion",
-]
-
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
 _USE_NEW_FOLDER = "choose a folder that does not exist yet"

@@ -20,24 +20,6 @@ from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.system.files import cache_folder, read_regular_file, sampled_sha256
 
-__all__ = [
-    "MANIFEST",
-    "VERSION",
-    "BuildSettings",
-    "FileRecord",
-    "PreparedModel",
-    "absolute_path",
-    "check_prepared",
-    "find_all_prepared",
-    "find_prepared",
-    "hash_files",
-    "list_prepared",
-    "matches_record",
-    "model_files",
-    "read_prepared",
-    "store_folder",
-]
-
 _CHUNK_BYTES = 1 << 22
 
 

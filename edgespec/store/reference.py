@@ -42,24 +42,6 @@ from edgespec.store.prepared_files import (
 from edgespec.store.stored_models import Store, StoredModel
 from edgespec.system.installation import setup_command
 
-__all__ = [
-    "Downloader",
-    "HubReference",
-    "NameReference",
-    "PathReference",
-    "Reference",
-    "Resolved",
-    "Source",
-    "StoreReference",
-    "follow_aliases",
-    "installed_names",
-    "parse_reference",
-    "refused_head",
-    "resolve",
-    "resolve_path",
-    "resolve_with",
-]
-
 Source = Literal["path"] | Store
 
 

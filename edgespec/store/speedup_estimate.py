@@ -30,16 +30,6 @@ from edgespec.store.constants import (
 from edgespec.store.installed import files_fingerprint
 from edgespec.system.facts import Facts
 
-__all__ = [
-    "AcceptanceRecorder",
-    "LocalModel",
-    "add_acceptance",
-    "estimate_acceptance_rate",
-    "estimate_head_speedup",
-    "estimate_speedup",
-    "measured_acceptance_rate",
-]
-
 _KIND = "acceptance"
 
 

@@ -17,8 +17,6 @@ import psutil
 
 from edgespec.errors import EdgespecError
 
-__all__ = ["CRASH_SIGNALS", "ChildProcess", "module_arguments"]
-
 _CRASH_NAMES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 # Signals that end a process because its code or its input is faulty. Windows lacks some of them.
 CRASH_SIGNALS = frozenset(each for each in signal.Signals if each.name in _CRASH_NAMES)

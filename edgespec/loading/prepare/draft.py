@@ -11,8 +11,6 @@ from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
 from edgespec.store.prepared_builder import require_folder, write_conversion
 
-__all__ = ["prepare_draft"]
-
 
 def prepare_draft(folder: Path, target: Path, output: Path) -> int:
     """Convert a draft model to a GGUF file.

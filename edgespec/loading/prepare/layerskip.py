@@ -32,8 +32,6 @@ from edgespec.model.trial_load import TrialModel, check_loadable
 from edgespec.store.prepared_builder import BuildFolder, build, interrupted_settings
 from edgespec.store.prepared_files import PreparedModel, check_prepared, find_prepared
 
-__all__ = ["measure_exits", "measured_exit", "prepare_layerskip"]
-
 _TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
 # Maximum difference in logits between the split and original models, in standard deviations of the logits.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from edgespec.backends.llamacpp.quantise import QuantisedSize
     from edgespec.loading.prepare.gguf_parts import GgufParts, Tensors
 
-__all__ = ["DEFAULT_TYPE", "estimate_substitutes", "prepare_lowbit", "write_substitutes"]
-
 DEFAULT_TYPE = "Q4_0"
 # Name of the temporary file that contains both parts of a split model.
 _MERGED = "whole.gguf"

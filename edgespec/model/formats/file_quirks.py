@@ -13,8 +13,6 @@ from typing import NamedTuple
 from edgespec.errors import shorten
 from edgespec.model.formats.gguf_header import GgufHeader
 
-__all__ = ["Refusal", "explain_refusal", "foreign_part", "why_doubtful"]
-
 # Maps name prefixes of tensors outside the language model to the components that they belong to. llama.cpp
 # loads these tensors from a separate file (mmproj). Ollama stores them in the model's own file, for its own
 # engine.

@@ -18,8 +18,6 @@ from edgespec.model.formats.gguf_header import GgufTensor, describe_start, read_
 from edgespec.model.model_facts import Adapter
 from edgespec.system.files import regular_file_bytes
 
-__all__ = ["check_gguf_adapters", "gguf_files", "named_gguf_files", "tensor_size"]
-
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 # Suffixes that browsers and file managers add to the name of a duplicate file.
 _COPY = re.compile(r"(?: ?\(\d+\)|[ _-]copy(?: \d+)?)(?=\.gguf$|$)", re.IGNORECASE)

@@ -16,18 +16,6 @@ import numpy as np
 
 from edgespec.errors import ModelFileError, shorten
 
-__all__ = [
-    "GgufHeader",
-    "GgufTensor",
-    "StringArray",
-    "TruncatedHeader",
-    "describe_start",
-    "parse_header",
-    "read_general",
-    "read_header",
-    "write_header",
-]
-
 # Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29

@@ -19,14 +19,6 @@ from edgespec.model.token_list import tokens_of_header
 from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
 
-__all__ = [
-    "file_type_name",
-    "read_gguf_info",
-    "read_pass_weights",
-    "read_split_info",
-    "tensor_bytes",
-]
-
 # llama.cpp architectures that compute embeddings instead of generating text.
 _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",

@@ -20,25 +20,6 @@ from edgespec.model.model_facts import Adapter
 from edgespec.system.files import read_regular_file
 from edgespec.system.installation import setup_command
 
-__all__ = [
-    "MAX_JSON_BYTES",
-    "TOKENIZERS",
-    "WEIGHTS",
-    "WEIGHTS_INDEX",
-    "check_mlx_adapters",
-    "head_weights",
-    "is_complete_without_config",
-    "is_weights",
-    "missing_among",
-    "missing_files",
-    "missing_from_head",
-    "mlx_installed",
-    "read_json_object",
-    "readable_folder",
-    "require_mlx",
-    "weight_files",
-]
-
 # Maximum size of a model's JSON file in bytes. The largest tokenizer files are about 35 MB.
 MAX_JSON_BYTES = 1 << 28
 # File name pattern of the weights that mlx-lm loads.

@@ -25,8 +25,6 @@ from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
 from edgespec.system.files import regular_file_bytes
 
-__all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
-
 # Suffixes of the architecture names of models that generate text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # Heads that only llama.cpp can run.

@@ -22,8 +22,6 @@ from edgespec.model.heads.layer_config import (
 )
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
 
-__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "DFlashFiles", "read_dflash"]
-
 # Tensors to ignore: `t2d` is redundant with `d2t`, the rotary frequencies follow from the configuration, and
 # the confidence head is unused because edgespec chooses the draft length from measured acceptance.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|confidence_head\..*")

@@ -28,8 +28,6 @@ from edgespec.model.heads.layer_config import (
 )
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
 
-__all__ = ["EagleConfig", "EagleFiles", "eagle_kind", "parse_config", "read_eagle", "target_ids"]
-
 # Tensor name prefixes that differ between layouts.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
 # Tensors to ignore: `t2d` is redundant with `d2t`, and the rotary frequencies follow from the configuration.

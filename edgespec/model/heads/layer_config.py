@@ -13,16 +13,6 @@ from edgespec.model.formats.mlx_files import read_json_object
 from edgespec.model.heads.numpy_layers import RopeSettings, parse_rope, positive
 from edgespec.model.heads.tensor_files import StoredTensor
 
-__all__ = [
-    "LayerConfig",
-    "Shapes",
-    "check_tensors",
-    "invalid_settings",
-    "layer_settings",
-    "read_config",
-    "unsupported_head",
-]
-
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 # Nested objects in config.json for settings that other layouts keep at the top level. They are used by

@@ -15,16 +15,6 @@ from edgespec.model.heads.tensor_files import StoredTensor, read_tensor_files
 from edgespec.options.methods import methods
 from edgespec.system.files import error_reason, read_regular_file
 
-__all__ = [
-    "AttentionLayer",
-    "Linear",
-    "ResidualBlock",
-    "ResidualHead",
-    "ResidualHeads",
-    "read_residual_heads",
-    "residual_head_method",
-]
-
 # File name extensions of weight files, in order of preference.
 _SUFFIXES = (".safetensors", ".pt", ".bin")
 # Name prefix of the residual blocks of Hydra heads.

@@ -24,15 +24,6 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError, shorten
 from edgespec.system.files import error_reason, regular_file_bytes
 
-__all__ = [
-    "StoredTensor",
-    "TensorHeader",
-    "read_folder_tensors",
-    "read_pickled_tensors",
-    "read_tensor_files",
-    "read_tensors",
-]
-
 # File name patterns of weights. Only the first pattern that matches any file is used, because some publishers
 # upload the same weights in both formats.
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
