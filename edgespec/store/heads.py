@@ -36,7 +36,7 @@ from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.download import HEAD, Progress, fetch
 from edgespec.store.hub_files import cached_model, hub_name
-from edgespec.store.installed import model_info_or_none, model_repository, read_model_info
+from edgespec.store.installed import file_stamps, model_info_or_none, model_repository, read_model_info
 from edgespec.store.prepared_builder import delete_leftovers, require_folder, write_conversion
 from edgespec.store.reference import (
     Downloader,
@@ -50,7 +50,7 @@ from edgespec.store.reference import (
 )
 from edgespec.store.speedup_estimate import estimate_head_speedup
 from edgespec.store.stored_models import EntryBudget, files_below, folders_in
-from edgespec.system.files import cache_folder, error_reason, format_bytes
+from edgespec.system.files import cache_folder, format_bytes, reading_model_files
 
 HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
@@ -404,18 +404,8 @@ def _converted_path(folder: Path, target: Path) -> Path:
     The path depends on the size and modification time of the head's files, so that a changed head is
     converted again. Raises ModelFileError if the folder cannot be read.
     """
-    try:
-        stamps = [
-            (file.name, status.st_size, status.st_mtime_ns)
-            for file in format_at(folder).files(folder)
-            for status in [file.stat()]
-        ]
-    except OSError as error:
-        raise ModelFileError(
-            f"{folder} cannot be read: {error_reason(error)}",
-            "check the path and its permissions",
-            code="model_file_unreadable",
-        ) from error
+    with reading_model_files(folder):
+        stamps = file_stamps(format_at(folder).files(folder))
     key = f"{folder.resolve()} {stamps} {_layer_count(target)}"
     return (
         cache_folder()

@@ -38,7 +38,7 @@ from edgespec.store.prepared_files import PreparedModel, list_prepared
 from edgespec.store.reference import Resolved, Source, resolve
 from edgespec.store.stored_models import REPOSITORY_DEPTH, EntryBudget, StoredModel, files_below
 from edgespec.system.facts import Facts
-from edgespec.system.files import delete_files, error_reason, write_advice
+from edgespec.system.files import delete_files, error_reason, reading_model_files, write_advice
 
 _NOT_MODELS: dict[ModelKind, str] = {
     "projector": "the file is an image projector, not a language model",
@@ -302,18 +302,14 @@ def _read_tokens(
 
 def files_fingerprint(path: Path, form: ModelFormat) -> str:
     """Return a hash of the names, sizes and modification times of a model's files. Raises ModelFileError."""
-    try:
-        files = format_of(form).named_files(path)
-        stamps = [
-            (file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
-        ]
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror or error}",
-            "check the path and its permissions",
-            code="model_file_unreadable",
-        ) from error
+    with reading_model_files(path):
+        stamps = file_stamps(format_of(form).named_files(path))
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
+
+
+def file_stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return the name, size and modification time of each file. Raises OSError."""
+    return [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
 
 
 def model_repository(path: Path) -> Path | None:

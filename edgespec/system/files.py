@@ -148,6 +148,23 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     return path.read_bytes()
 
 
+@contextmanager
+def reading_model_files(path: Path) -> Iterator[None]:
+    """Convert errors from reading a model's files to ModelFileErrors.
+
+    Args:
+        path: The file or folder, for errors that name no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ModelFileError(
+            f"{error.filename or path} cannot be read: {error_reason(error)}",
+            "check the path and its permissions",
+            code="model_file_unreadable",
+        ) from error
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse untrusted TOML.
 

@@ -17,7 +17,7 @@ from edgespec.errors import BackendMissingError, ModelFileError, OptionError, sh
 from edgespec.model.heads.residual_layout import residual_head_method
 from edgespec.model.heads.tensor_files import read_tensors
 from edgespec.model.model_facts import Adapter
-from edgespec.system.files import read_regular_file
+from edgespec.system.files import read_regular_file, reading_model_files
 from edgespec.system.installation import setup_command
 
 # Maximum size of a model's JSON file in bytes. The largest tokenizer files are about 35 MB.
@@ -250,13 +250,8 @@ def _begins_with_mark(file: Path) -> bool:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ModelFileError if the file cannot be read or is invalid."""
     try:
-        value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror}",
-            "download the model again",
-            code="model_file_unreadable",
-        ) from error
+        with reading_model_files(path):
+            value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON: {shorten(error)}", "download it again") from error
     if not isinstance(value, dict):

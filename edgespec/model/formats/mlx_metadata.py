@@ -23,7 +23,7 @@ from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.token_list import tokens_of_folder
 from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
-from edgespec.system.files import regular_file_bytes
+from edgespec.system.files import reading_model_files, regular_file_bytes
 
 # Suffixes of the architecture names of models that generate text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -103,14 +103,10 @@ def read_head_info(folder: Path) -> ModelInfo:
     Raises:
         ModelFileError: The files are missing or damaged.
     """
-    try:
+    with reading_model_files(folder):
         names = [file.name for file in folder.iterdir() if file.is_file()]
         weights = head_weights(names)
         size_bytes = sum((folder / name).stat().st_size for name in weights)
-    except OSError as error:
-        raise ModelFileError(
-            f"{folder} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
-        ) from error
     needs_config = "config.json" in names or not is_complete_without_config(weights)
     whole = read_json_object(folder / "config.json") if needs_config else {}
     config = language_config(whole)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, shorten
-from edgespec.system.files import error_reason, regular_file_bytes
+from edgespec.system.files import error_reason, reading_model_files, regular_file_bytes
 
 # File name patterns of weights. Only the first pattern that matches any file is used, because some publishers
 # upload the same weights in both formats.
@@ -140,23 +140,24 @@ def read_tensors(file: Path) -> dict[str, TensorHeader]:
     Raises:
         ModelFileError: The file cannot be read, or it is damaged or truncated.
     """
-    try:
+    with reading_model_files(file):
         size_bytes = regular_file_bytes(file)
         with file.open("rb") as stream:
             begin = stream.read(8)
-            if begin.startswith(b"version "):
-                raise ModelFileError(
-                    f"{file} is a Git LFS pointer, not the weights",
-                    "run `git lfs pull`",
-                    code="model_file_incomplete",
-                )
             length = int.from_bytes(begin, "little")
-            if len(begin) < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
-                raise ModelFileError(
-                    f"{file} is truncated or not a safetensors file ({size_bytes:,} bytes)",
-                    "download it again",
-                )
-            header = json.loads(stream.read(length))
+            data = stream.read(min(length, _MAX_HEADER_BYTES))
+    if begin.startswith(b"version "):
+        raise ModelFileError(
+            f"{file} is a Git LFS pointer, not the weights",
+            "run `git lfs pull`",
+            code="model_file_incomplete",
+        )
+    if len(begin) < 8 or len(data) < length:
+        raise ModelFileError(
+            f"{file} is truncated or not a safetensors file ({size_bytes:,} bytes)", "download it again"
+        )
+    try:
+        header = json.loads(data)
         tensors, needed_bytes = {}, 0
         for name, entry in header.items():
             if name != "__metadata__":
@@ -168,10 +169,6 @@ def read_tensors(file: Path) -> dict[str, TensorHeader]:
                     raise ValueError("the shape or position of a tensor does not consist of whole numbers")
                 needed_bytes = max(needed_bytes, data_start + tensor_bytes)
                 tensors[name] = TensorHeader(shape, str(entry["dtype"]), tensor_bytes, data_start)
-    except OSError as error:
-        raise ModelFileError(
-            f"{file} cannot be read: {error.strerror}", "download it again", code="model_file_unreadable"
-        ) from error
     except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
             f"the header of {file} is damaged: {shorten(error)}", "download it again"
@@ -258,8 +255,9 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
             values.
     """
     try:
-        regular_file_bytes(path)
-        with ZipFile(path) as archive:
+        with reading_model_files(path):
+            regular_file_bytes(path)
+        with reading_model_files(path), ZipFile(path) as archive:
             stored = _stored_entries(archive, path)
             pickles = [name for name in stored if name.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1 or stored[pickles[0]].file_size > _MAX_PICKLE_BYTES:
@@ -275,10 +273,6 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
         if not isinstance(value, dict):
             raise ValueError("the file does not contain a dictionary of tensors")
         return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
-        ) from error
     except _DAMAGE as error:
         raise _damaged(path, error) from error
 
@@ -468,7 +462,7 @@ class _Interpreter:
         self, storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int]
     ) -> NDArray[Any]:
         try:
-            with ZipFile(self._path) as archive:
+            with reading_model_files(self._path), ZipFile(self._path) as archive:
                 entry = _stored_entries(archive, self._path)[storage.entry]
                 elements = _decode_elements(_read_entry(archive, entry), storage.dtype)
             if elements.size != storage.elements:
@@ -477,12 +471,6 @@ class _Interpreter:
             return np.lib.stride_tricks.as_strided(
                 elements[offset:], shape, [stride * size for stride in strides], writeable=False
             )
-        except OSError as error:
-            raise ModelFileError(
-                f"{self._path} cannot be read: {error_reason(error)}",
-                "download it again",
-                code="model_file_unreadable",
-            ) from error
         except _DAMAGE as error:
             raise _damaged(self._path, error) from error
 
