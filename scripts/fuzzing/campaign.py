@@ -16,8 +16,6 @@ from typing import Any
 from scripts.fuzzing.process import Limits, Outcome, WorkerProcess
 from scripts.fuzzing.worker import Files, random_for, write_files
 
-__all__ = ["Campaign", "Results", "Subject", "minimise", "replay", "table"]
-
 # Seconds between saves of the state.
 _SAVE_SECONDS = 2.0
 # Number of inputs that a worker runs per unit of weight before the next subject's turn. Large enough to make

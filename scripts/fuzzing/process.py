@@ -20,8 +20,6 @@ import psutil
 
 from scripts.fuzzing.worker import PRODUCT
 
-__all__ = ["Limits", "Outcome", "WorkerProcess"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _CHECK_SECONDS = 0.25  # between checks of the worker's memory
 _FRAME = re.compile(rf'File "{re.escape(PRODUCT)}([\w/]+\.py)", line \d+ in (\w+)')

@@ -20,8 +20,6 @@ import psutil
 import edgespec
 from edgespec.errors import EdgespecError
 
-__all__ = ["PRODUCT", "Files", "random_for", "write_files"]
-
 Files = Mapping[str, bytes]
 """The files of one input: their contents by path."""
 

@@ -8,8 +8,6 @@ from statistics import geometric_mean
 
 from edgespec.bench import figures
 
-__all__ = ["PLAIN", "SERVER", "Measurement", "TimedReply", "report"]
-
 PLAIN = "none"
 SERVER = "llama-server"
 

@@ -15,8 +15,6 @@ from scripts.peers.figures import (
     total_speed,
 )
 
-__all__ = ["EDGESPEC", "report"]
-
 EDGESPEC = "edgespec"
 _HEADER = (
     f"  {'tokens/s':40} {'decode':>8} {'total':>8} {'per pass':>9}"

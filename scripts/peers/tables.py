@@ -17,8 +17,6 @@ from scripts.peers.figures import (
     total_speed,
 )
 
-__all__ = ["comparison_table", "read_results"]
-
 _SERVER, _PLAIN = Configuration("llama-server", "none"), Configuration("edgespec", "none")
 _AUTO = Configuration("edgespec", "auto")
 _HEADER = (

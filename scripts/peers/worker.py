@@ -13,8 +13,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 from edgespec.errors import EdgespecError
 from scripts.peers.replies import GenerationOptions, Run, TokenClock
 
-__all__ = ["EdgespecProgram", "Generate", "MlxLmProgram", "Program", "Worker"]
-
 Generate: TypeAlias = Callable[[Sequence[int], GenerationOptions], Run]
 
 

@@ -21,8 +21,6 @@ from edgespec.chat.store import ChatStore
 from scripts.kill_terminal_chats import READY, TerminalChat
 from scripts.soaking.trend import Trend, fit
 
-__all__ = ["Soak", "report"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = (
     "How do I list files by size?",

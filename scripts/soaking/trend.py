@@ -8,8 +8,6 @@ from math import inf, sqrt
 
 import numpy as np
 
-__all__ = ["Trend", "fit"]
-
 # Growth in MiB per hour below which memory counts as flat. Allocators never return all memory.
 _NEGLIGIBLE = 4.0
 
