@@ -259,8 +259,7 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
     """Return the pair's measured acceptance rate without adapters, or None if there are no adapters."""
     if pair.draft is None or not options.adapters:
         return None
-    models = [(each.path, each.format) for each in (pair.target, pair.draft)]
-    return measured_acceptance_rate(models[0], models[1])
+    return measured_acceptance_rate(pair.target, pair.draft)
 
 
 def _acceptance_recorder(
@@ -273,4 +272,4 @@ def _acceptance_recorder(
     )
     if pair.draft is None or distorts:
         return None
-    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+    return AcceptanceRecorder(pair.target, pair.draft)

@@ -125,13 +125,12 @@ def predict_pair(
     if draft is None:
         return predict_speed(speed, weights, None, read_seconds=read_seconds)
     parameters = [form.read_info(each.path).parameters for each in (draft, pair.target)]
-    models = [(each.path, each.format) for each in (pair.target, draft)]
     return predict_speed(
         speed,
         weights,
         form.read_pass_weights(draft.path),
         parameters[0] / max(parameters[1], 1),
-        measured_acceptance_rate(models[0], models[1]),
+        measured_acceptance_rate(pair.target, draft),
         read_seconds=read_seconds,
     )
 

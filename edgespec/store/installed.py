@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.model.formats.gguf_files import gguf_files
@@ -249,8 +249,12 @@ def _resolve_all(models: Iterable[InstalledModel]) -> list[Resolved]:
     return resolved
 
 
-# A model's path, file format and vocabulary hash.
-ModelVocabulary: TypeAlias = tuple[Path, ModelFormat, str]
+class ModelVocabulary(NamedTuple):
+    """A model's path, its file format and the hash of its tokens."""
+
+    path: Path
+    format: ModelFormat
+    digest: str
 
 
 def model_info(path: Path, form: ModelFormat) -> ModelInfo:
@@ -267,7 +271,7 @@ def model_info(path: Path, form: ModelFormat) -> ModelInfo:
 
 def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
     """Return whether the models use the same token IDs, or True if that is unknown."""
-    if not target[2] or not draft[2] or target[2] == draft[2]:
+    if not target.digest or not draft.digest or target.digest == draft.digest:
         return True
     target_tokens, draft_tokens = _read_tokens(target, draft)
     return target_tokens is None or draft_tokens is None or target_tokens.same_ids(draft_tokens)
@@ -275,11 +279,11 @@ def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
 
 def shared_token_fraction(target: ModelVocabulary, draft: ModelVocabulary) -> float | None:
     """Return the fraction of the target's tokens that the draft model also has, or None if it is unknown."""
-    if not target[2] or not draft[2]:
+    if not target.digest or not draft.digest:
         return None
-    if target[2] == draft[2]:
+    if target.digest == draft.digest:
         return 1.0
-    key = f"{target[2]} {draft[2]}"
+    key = f"{target.digest} {draft.digest}"
     match Facts().get("shared tokens", key):
         case float(saved):
             return saved
@@ -295,7 +299,8 @@ def _read_tokens(
     target: ModelVocabulary, draft: ModelVocabulary
 ) -> tuple[TokenList | None, TokenList | None]:
     try:
-        return format_of(target[1]).read_tokens(target[0]), format_of(draft[1]).read_tokens(draft[0])
+        target_tokens = format_of(target.format).read_tokens(target.path)
+        return target_tokens, format_of(draft.format).read_tokens(draft.path)
     except ModelFileError:
         return None, None
 
