@@ -19,7 +19,7 @@ _QUICK = Limits(seconds=0.5)
 
 
 def planted(bug: str) -> Subject:
-    return Subject(bug, f"tests.scripts.planted.{bug}", 100)
+    return Subject(bug, f"tests.scripts.planted:{bug.capitalize()}", 100)
 
 
 def campaign_of(folder: Path, *subjects: Subject, seed: int = 0, limits: Limits | None = None) -> Campaign:
@@ -32,7 +32,7 @@ def campaign_of(folder: Path, *subjects: Subject, seed: int = 0, limits: Limits 
     [
         ("crash", "crash", "SIGABRT in unknown place", 20),
         ("hang", "hang", "hang in unknown place", 8),
-        ("traceback", "traceback", "ValueError in traceback.py, run", 20),
+        ("traceback", "traceback", "ValueError in planted.py, run", 20),
         ("leak", "memory", "growth of memory", 100),
     ],
 )
