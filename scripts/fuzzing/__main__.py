@@ -31,10 +31,10 @@ SUBJECTS = tuple(
         # Relative numbers of inputs. The last six subjects are slow, because they start processes
         # or load models.
         ("gguf", "models:Gguf", 350),
-        ("chat", "chat", 300),
-        ("prefix-cache", "prefix_cache", 245),
-        ("settings", "settings", 40),
-        ("aliases", "aliases", 30),
+        ("chat", "saved_files:Chat", 300),
+        ("prefix-cache", "saved_files:PrefixCacheFiles", 245),
+        ("settings", "saved_files:SettingsFile", 40),
+        ("aliases", "saved_files:Aliases", 30),
         ("template", "template", 15),
         ("prompt", "prompt", 8),
         ("gguf-plan", "models:GgufPlan", 3),
