@@ -58,7 +58,7 @@ from scripts.peers.figures import MeasuredReply
 from scripts.peers.llama_server import LlamaServer, binary_features, binary_version, enabled_features
 from scripts.peers.pool import Peer, Pool
 from scripts.peers.replies import GenerationOptions
-from scripts.peers.report import EDGESPEC, report
+from scripts.peers.tables import EDGESPEC, report
 from scripts.peers.worker import EdgespecProgram, MlxLmProgram, Worker
 
 TREES = "/trees"

@@ -28,12 +28,11 @@ from typing import Any
 import edgespec.backends.llamacpp  # Import once, before any fork.
 from edgespec.errors import ModelNotFoundError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
-from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.loading.prepare.substitutes import write_substitutes
+from edgespec.loading.prepare.lowbit import prepare_lowbit, write_substitutes
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.download import fetch
 from edgespec.store.installed import find_installed
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     PreparedModel,
     check_prepared,
     list_prepared,

@@ -14,7 +14,7 @@ from typing import Unpack
 from edgespec.api.runtime import Runtime
 from edgespec.decode.session import SessionModels
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.loading.drafting import make_drafters
+from edgespec.loading.drafting import DrafterFactory
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.exact import load_exact_target
 from edgespec.loading.load_request import LoadRequest
@@ -146,7 +146,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         assumed_costs = FreeCosts() if _ignores_costs.get() else costs
         session_models: list[SessionModels] = []
         for each, draft in zip(models, drafts, strict=True):
-            drafters, notices = make_drafters(
+            drafters, notices = DrafterFactory(
                 pair,
                 each,
                 draft,
@@ -155,7 +155,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
                 progress,
                 shares_passes=len(models) > 1,
                 live_costs=session_models[0].drafters.live_costs if session_models else None,
-            )
+            ).make_all()
             undo.callback(drafters.close)
             for method in drafting.methods:
                 # Report a missing drafter now rather than at the first reply.
@@ -259,8 +259,7 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
     """Return the pair's measured acceptance rate without adapters, or None if there are no adapters."""
     if pair.draft is None or not options.adapters:
         return None
-    models = [(each.path, each.format) for each in (pair.target, pair.draft)]
-    return measured_acceptance_rate(models[0], models[1])
+    return measured_acceptance_rate(pair.target, pair.draft)
 
 
 def _acceptance_recorder(
@@ -273,4 +272,4 @@ def _acceptance_recorder(
     )
     if pair.draft is None or distorts:
         return None
-    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+    return AcceptanceRecorder(pair.target, pair.draft)

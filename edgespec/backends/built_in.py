@@ -18,8 +18,8 @@ from edgespec.model.formats.gguf_metadata import (
     read_gguf_info,
     read_pass_weights,
     read_split_info,
-    split_metadata_file,
 )
+from edgespec.model.formats.layerskip_files import LOWER_FIRST
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.mtp_files import MTP_MODELS, mtp_files
@@ -242,7 +242,7 @@ _SPLIT_GGUF = FileFormat(
     load=_lazy("llamacpp.layerskip:load_layerskip"),
     open_estimator=_estimate_split,
     read_info=read_split_info,
-    read_tokens=lambda folder: tokens_of_header(read_header(split_metadata_file(folder))),
+    read_tokens=lambda folder: tokens_of_header(read_header(folder / LOWER_FIRST)),
     mapped=True,
     preparations=frozenset({LowBit.method}),
     fixed_exit=True,

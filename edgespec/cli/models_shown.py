@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from edgespec.store.drafts import DraftChoice, DraftOption
     from edgespec.store.heads import HeadOption
     from edgespec.store.installed import InstalledModel, RecommendedSetting
-    from edgespec.store.prepared.prepared_files import PreparedModel
+    from edgespec.store.prepared_files import PreparedModel
     from edgespec.store.reference import Resolved
 
 __all__ = [

@@ -145,7 +145,7 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
     """Complete model names and aliases. If none match, complete file names."""
     from edgespec.errors import EdgespecError
     from edgespec.store.catalogue import load_catalogue, user_aliases
-    from edgespec.store.other_programs import installed_names
+    from edgespec.store.reference import installed_names
 
     try:
         own = list(user_aliases())

@@ -24,7 +24,7 @@ from edgespec.options.option import Size
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.store.prepared.prepared_files import PreparedModel
+    from edgespec.store.prepared_files import PreparedModel
 
 __all__ = ["command"]
 
@@ -202,8 +202,7 @@ def head(head: str, reference: str, to: Path, as_json: bool) -> None:
     head: its name in edgespec's catalogue, its Hugging Face repository, or a folder with its files. MODEL is
     the GGUF model that the head was trained for.
     """
-    from edgespec.store.heads import resolve_head
-    from edgespec.store.prepared.head import prepare_head
+    from edgespec.store.heads import prepare_head, resolve_head
 
     def find(progress: ProgressLine) -> Path:
         return resolve_head(head, progress=progress).path

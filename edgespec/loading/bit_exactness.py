@@ -57,8 +57,6 @@ from edgespec.memory.target_cache import READ_TOKENS
 from edgespec.model.base import EarlyExit, LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
 
-__all__ = ["WidthClass", "find_width_classes", "restricted_to"]
-
 
 @dataclass(frozen=True, slots=True)
 class WidthClass:

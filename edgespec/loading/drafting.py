@@ -20,23 +20,9 @@ from edgespec.options.methods import Method, methods
 from edgespec.store.saved_arrays import models_fingerprint
 from edgespec.system.files import file_state
 
-__all__ = ["make_drafters"]
 
-
-def make_drafters(
-    pair: ModelPair,
-    model: LanguageModel,
-    draft: LoadedDraft | None,
-    options: DraftingOptions,
-    costs: PassCosts,
-    progress: Progress | None,
-    *,
-    shares_passes: bool = False,
-    live_costs: LiveCosts | None = None,
-) -> tuple[DrafterSet, tuple[str, ...]]:
-    """Create the drafters for a loaded target, and return them with notices for the user.
-
-    May clear the target's KV cache to measure the target's speed.
+class DrafterFactory:
+    """Creates the drafters for one loaded target.
 
     Args:
         pair: The target and its draft model.
@@ -47,24 +33,7 @@ def make_drafters(
         progress: Called with a description and the completed fraction. Returns False to cancel.
         shares_passes: Whether the target shares its passes with other replies.
         live_costs: The live costs to share with another reply of this target. None creates new ones.
-
-    Raises:
-        CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
-            be created. Drafters already created are closed.
-        CancelledError: `progress` returned False.
     """
-    factory = _DrafterFactory(pair, model, draft, options, costs, progress, shares_passes, live_costs)
-    try:
-        return factory.make_all()
-    except BaseException:
-        for drafter in factory.made.values():
-            if isinstance(drafter, Drafter):
-                drafter.close()
-        raise
-
-
-class _DrafterFactory:
-    """Creates the drafters for one target. `made` holds the drafters created so far, keyed by name."""
 
     def __init__(
         self,
@@ -74,8 +43,9 @@ class _DrafterFactory:
         options: DraftingOptions,
         costs: PassCosts,
         progress: Progress | None,
-        shares_passes: bool,
-        live_costs: LiveCosts | None,
+        *,
+        shares_passes: bool = False,
+        live_costs: LiveCosts | None = None,
     ) -> None:
         self._pair = pair
         self._shares_passes, self._live_costs = shares_passes, live_costs
@@ -102,9 +72,27 @@ class _DrafterFactory:
             head_advice=pair.head_advice,
             progress=progress,
         )
-        self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self) -> tuple[DrafterSet, tuple[str, ...]]:
+        """Create the drafters that the methods need, and return them with notices for the user.
+
+        May clear the target's KV cache to measure the target's speed.
+
+        Raises:
+            CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs
+                cannot be created. Drafters already created are closed.
+            CancelledError: `progress` returned False.
+        """
+        made: dict[str, Drafter | MissingDrafter] = {}
+        try:
+            return self._make_all(made)
+        except BaseException:
+            for drafter in made.values():
+                if isinstance(drafter, Drafter):
+                    drafter.close()
+            raise
+
+    def _make_all(self, made: dict[str, Drafter | MissingDrafter]) -> tuple[DrafterSet, tuple[str, ...]]:
         draft = self._draft
         if draft is None and self._arguments["learn"]:
             raise OptionError(
@@ -117,12 +105,12 @@ class _DrafterFactory:
         for method in methods():
             if method.needs == "draft model" and draft is None:
                 continue  # `DrafterSet` reports why there is no draft model.
-            self.made[method.name] = self._make(method, is_needed=method.name in needed)
+            made[method.name] = self._make(method, is_needed=method.name in needed)
         changes_chains = self._arguments["learn"] or self._arguments["draft_branches"]
         config = self._auto_config()
         drafters = DrafterSet(
             self._model,
-            self.made,
+            made,
             heads=self._context.loaded_heads,
             chain_model=draft.model if draft and not draft.drafter and not changes_chains else None,
             why_no_draft=self._pair.why_no_draft,

@@ -12,8 +12,6 @@ from edgespec.methods.constants import DEFAULT_MAX_BRANCHES, TREE_BRANCHES
 from edgespec.options.methods import head_names, method, parse_method
 from edgespec.options.settings import LoadArguments, check_load_arguments
 
-__all__ = ["DraftingOptions"]
-
 
 @dataclass(frozen=True)
 class DraftingOptions:

@@ -39,8 +39,6 @@ from edgespec.store.speedup_estimate import estimate_acceptance_rate, measured_a
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES, usable_cores
 from edgespec.system.facts import Facts
 
-__all__ = ["DraftingForecast", "LoadedTarget", "forecast_drafting", "load_exact_target"]
-
 
 @dataclass(frozen=True, slots=True)
 class DraftingForecast:
@@ -73,8 +71,7 @@ class DraftingForecast:
 def forecast_drafting(pair: ModelPair) -> DraftingForecast:
     """Forecast drafting with the pair's draft model or head, or from earlier text if it has neither."""
     if pair.draft is not None:
-        models = [(each.path, each.format) for each in (pair.target, pair.draft)]
-        rate = measured_acceptance_rate(models[0], models[1])
+        rate = measured_acceptance_rate(pair.target, pair.draft)
         try:
             target, draft = (each.file_format.read_info(each.path) for each in (pair.target, pair.draft))
             ratio = draft.parameters / max(target.parameters, 1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, cast
 
 from edgespec.cluster.machines import Machines, parse_machines
 from edgespec.errors import OptionError
 from edgespec.loading.drafting_options import DraftingOptions
-from edgespec.loading.planning import PlanRequest
+from edgespec.loading.planning import PlanRequest, fixed_options
 from edgespec.loading.workers import for_workers
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
@@ -19,8 +19,6 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter
 from edgespec.options.default_model import default_model
 from edgespec.options.settings import MODEL_OPTIONS, as_bytes
-
-__all__ = ["LoadRequest"]
 
 # More layers than any model has.
 _ALL_LAYERS = 1 << 16
@@ -63,14 +61,13 @@ class LoadRequest:
             )
         arguments = drafting.arguments
         options = _backend_options(drafting)
-        plan = PlanRequest.from_options(
+        plan = PlanRequest(
+            fixed_options(options, draft_name),
             cast(Preference, arguments["prefer"]),
-            options,
-            draft_name,
             0 if arguments["prefix_cache"] == "none" else as_bytes(arguments["prefix_cache_memory"]),
             as_bytes(arguments["headroom"]),
+            may_drop_projector=arguments["mmproj"] == "auto",
         )
-        plan = replace(plan, may_drop_projector=arguments["mmproj"] == "auto")
         text = arguments["workers"]
         machines = None if text is None else parse_machines("workers", text)
         return cls(

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from edgespec.errors import EdgespecError, MemoryBudgetError
+from edgespec.errors import DownloadError, EdgespecError, MemoryBudgetError
 from edgespec.loading.constants import MEASURING_BYTES, STREAMED_SHARE
 from edgespec.loading.planning import budget_for
 from edgespec.loading.speed_prediction import (
@@ -29,7 +29,6 @@ from edgespec.options.settings import check_load_arguments
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue, needed_bytes, short_name
 from edgespec.store.drafts import DraftOption, choose_draft, draft_options
 from edgespec.store.hub_files import cached_model
-from edgespec.store.hub_search import search_hub
 from edgespec.store.installed import (
     InstalledModel,
     InstalledModels,
@@ -41,16 +40,10 @@ from edgespec.store.reference import resolve
 from edgespec.system.disks import largest_file, read_bytes_per_second
 from edgespec.system.files import format_bytes
 
-__all__ = [
-    "AvailableModel",
-    "ModelPlace",
-    "catalogue_models",
-    "download_model",
-    "installed_models",
-    "list_models",
-    "measure_speed",
-    "search_models",
-]
+# The quantisation that edgespec downloads by default, and its average number of bits per weight.
+_QUANTISATION, _BITS = "Q4_K_M", 4.85
+# Timeout in seconds for a search, kept short because the user is waiting.
+_SEARCH_SECONDS = 10.0
 
 ModelPlace = Literal["embedded", "hub", "ollama", "lmstudio", "path", "catalogue", "search"]
 
@@ -172,7 +165,78 @@ def search_models(text: str, *, memory: str | int | None = None, limit: int = 20
     """
     budget_bytes = _budget_bytes(memory)
     machine = saved_machine_speed(format_of("gguf"))
-    return [_found_model(entry, machine, budget_bytes) for entry in search_hub(text, limit)]
+    return [_found_model(entry, machine, budget_bytes) for entry in _search_hub(text, limit)]
+
+
+def _search_hub(text: str, limit: int) -> list[ModelEntry]:
+    """Return catalogue entries for the GGUF models on Hugging Face that match a query, most downloaded first.
+
+    Sizes are estimated from the parameter count, or 0 if it is unknown.
+    """
+    import httpx2
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    params: dict[str, str | int | list[str]] = {
+        "search": text,
+        "filter": "gguf",
+        "sort": "downloads",
+        "limit": limit,
+        "expand": ["gguf", "gated"],
+    }
+    try:
+        # Do not use `HfApi.list_models`, which retries for half a minute if the hub is unreachable.
+        response = get_session().get(
+            f"{constants.ENDPOINT}/api/models", params=params, timeout=_SEARCH_SECONDS
+        )
+        response.raise_for_status()
+        return [
+            _hub_entry(each["id"], each.get("gguf") or {}, is_gated=bool(each.get("gated")))
+            for each in response.json()
+        ]
+    except OfflineModeIsEnabled as error:
+        raise _search_failed(
+            "offline mode is on (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE", "offline"
+        ) from error
+    except httpx2.HTTPStatusError as error:
+        raise _search_failed(
+            f"{constants.ENDPOINT} answered with status {error.response.status_code}", "try again later"
+        ) from error
+    except httpx2.HTTPError as error:
+        raise _search_failed(
+            f"{constants.ENDPOINT} cannot be reached",
+            "check your network connection and try again",
+            "network_unreachable",
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _search_failed(
+            f"{constants.ENDPOINT} does not seem to be a Hugging Face server",
+            "check HF_ENDPOINT and your proxy settings",
+        ) from error
+
+
+def _search_failed(reason: str, next_step: str, code: str = "") -> DownloadError:
+    return DownloadError(f"cannot search Hugging Face: {reason}", next_step, code=code)
+
+
+def _hub_entry(repository: str, facts: dict[str, Any], *, is_gated: bool) -> ModelEntry:
+    """Create a catalogue entry for a repository. `facts` is the hub's metadata for one of its GGUF files."""
+    if known := load_catalogue().of_repository(repository):
+        return known
+    parameters = int(facts.get("total") or 0)
+    return ModelEntry(
+        name=f"hf:{repository}",
+        family=str(facts.get("architecture", "")),
+        parameters=parameters,
+        quantisation=_QUANTISATION,
+        context_tokens=int(facts.get("context_length") or 0),
+        approximate_file_bytes=round(parameters * _BITS / 8),
+        licence="",
+        chat_template="",
+        gguf_repository=repository,
+        notice=f"you must first accept its licence at huggingface.co/{repository}" if is_gated else "",
+        is_gated=is_gated,
+    )
 
 
 def download_model(reference: str, progress: Progress | None = None) -> Path:

@@ -31,8 +31,7 @@ from edgespec.system.disks import (
     network_drive,
     read_bytes_per_second,
 )
-
-__all__ = ["PairEstimator", "open_estimator"]
+from edgespec.system.files import reading_model_files
 
 _UNLIMITED_BYTES = 1 << 62
 
@@ -168,8 +167,7 @@ class PairEstimator:
         if not choice.streamed_layers:
             return None
         files = self._pair.target.file_format.files(self._pair.target.path)
-        path = files[0]
-        try:
+        with reading_model_files(files[0]):
             path = largest_file(files)
             if is_sparse(path):
                 # The model is not on this machine, and reading the holes in its sparse file would measure
@@ -178,10 +176,6 @@ class PairEstimator:
                 speed = folder_bytes_per_second(path)
             else:
                 speed = read_bytes_per_second(path)
-        except OSError as error:
-            raise ModelFileError(
-                f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
-            ) from error
         options = self.load_options(choice)
         streamed, experts = self.target.streamed_bytes(options), self.target.expert_reads(options)
         copies = self._substitutes_of(choice)

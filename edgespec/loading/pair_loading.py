@@ -19,8 +19,6 @@ from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import ModelFacts
 from edgespec.store.reference import Resolved
 
-__all__ = ["LoadedDraft", "load_draft", "load_target"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:

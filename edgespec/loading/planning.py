@@ -46,8 +46,6 @@ from edgespec.store.reference import Resolved
 from edgespec.system.files import format_bytes
 from edgespec.system.heap import address_space_is_limited, limit_malloc_arenas
 
-__all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
-
 _ADVICE: Mapping[PlanOption, str] = {
     "experts": "use --experts {experts} or more, or omit it",
     "gpu_layers": "use --gpu-layers {gpu_layers} or less, or omit it",
@@ -79,25 +77,17 @@ class PlanRequest:
     may_drop_projector: bool = False
     substitutes: Substitutes | None = None
 
-    @classmethod
-    def from_options(
-        cls,
-        prefer: Preference,
-        options: LoadOptions,
-        draft: str | None,
-        prefix_cache_bytes: int | None = 0,
-        headroom_bytes: int | None = None,
-    ) -> PlanRequest:
-        """Create the planner's settings from the options of `load`."""
-        named: dict[PlanOption, bool] = {
-            "context": options.context_tokens is not None,
-            "kv_type": options.kv_type != "auto",
-            "draft": draft not in (None, "auto", "none"),
-            "experts": options.experts is not None,
-            "gpu_layers": options.gpu_layers is not None,
-        }
-        fixed = frozenset(name for name, is_fixed in named.items() if is_fixed)
-        return cls(fixed, prefer, prefix_cache_bytes, headroom_bytes)
+
+def fixed_options(options: LoadOptions, draft: str | None) -> frozenset[PlanOption]:
+    """Return the options of `load` that the user set, which the planner must not change."""
+    named: dict[PlanOption, bool] = {
+        "context": options.context_tokens is not None,
+        "kv_type": options.kv_type != "auto",
+        "draft": draft not in (None, "auto", "none"),
+        "experts": options.experts is not None,
+        "gpu_layers": options.gpu_layers is not None,
+    }
+    return frozenset(name for name, is_fixed in named.items() if is_fixed)
 
 
 @dataclass(frozen=True, slots=True)

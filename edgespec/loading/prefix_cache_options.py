@@ -18,8 +18,6 @@ from edgespec.model.registry import all_files, backend_of, format_at
 from edgespec.store.saved_arrays import models_fingerprint
 from edgespec.system.files import file_state
 
-__all__ = ["create_prefix_cache", "file_states"]
-
 
 def file_states(target: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
     """Return the state of every model and adapter file, so that later changes can be detected.

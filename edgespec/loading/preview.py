@@ -25,16 +25,14 @@ from edgespec.loading.planning import LoadPlan, budget_for, plan_pair
 from edgespec.loading.speed_prediction import SpeedPrediction, no_reads, predict_pair
 from edgespec.loading.workers import SpreadPrediction, connect_workers, predict_spread
 from edgespec.memory.budget import check_room_to_plan
-from edgespec.memory.plan import MemoryPlan
+from edgespec.memory.plan import MemoryPlan as MemoryPlan
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import Progress
-from edgespec.model.memory_estimate import Pool
+from edgespec.model.memory_estimate import Pool as Pool
 from edgespec.options.settings import LoadArguments
 from edgespec.store.reference import Resolved
 from edgespec.store.remote_header import resolve_head_metadata, resolve_metadata
 from edgespec.system.heap import address_space_is_limited
-
-__all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:

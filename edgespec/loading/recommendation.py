@@ -34,16 +34,6 @@ from edgespec.store.reference import Resolved
 from edgespec.store.speedup_estimate import estimate_speedup
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
 
-__all__ = [
-    "Candidate",
-    "Recommendation",
-    "Task",
-    "cost_text",
-    "draft_advice",
-    "recommend",
-    "why_no_speedup",
-]
-
 Task = Literal["chat", "code"]
 
 # Substrings that identify models trained to write code.

@@ -14,16 +14,6 @@ from edgespec.model.model_facts import PassWeights
 from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 
-__all__ = [
-    "SpeedPrediction",
-    "catalogue_weights",
-    "no_reads",
-    "predict_entry",
-    "predict_pair",
-    "predict_speed",
-    "recommended_draft",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SpeedPrediction:
@@ -135,13 +125,12 @@ def predict_pair(
     if draft is None:
         return predict_speed(speed, weights, None, read_seconds=read_seconds)
     parameters = [form.read_info(each.path).parameters for each in (draft, pair.target)]
-    models = [(each.path, each.format) for each in (pair.target, draft)]
     return predict_speed(
         speed,
         weights,
         form.read_pass_weights(draft.path),
         parameters[0] / max(parameters[1], 1),
-        measured_acceptance_rate(models[0], models[1]),
+        measured_acceptance_rate(pair.target, draft),
         read_seconds=read_seconds,
     )
 

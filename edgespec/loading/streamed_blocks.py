@@ -9,16 +9,14 @@ from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
 from edgespec.loading.load_request import LoadRequest
 from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, plan_pair
-from edgespec.loading.prepare.substitutes import estimate_substitutes, write_substitutes
+from edgespec.loading.prepare.lowbit import estimate_substitutes, write_substitutes
 from edgespec.memory.budget import Budget
 from edgespec.methods.lowbit.drafter import Substitutes
 from edgespec.model.base import Progress
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
-from edgespec.store.prepared.prepared_files import PreparedModel
+from edgespec.store.prepared_files import PreparedModel
 from edgespec.system.files import format_bytes
-
-__all__ = ["prepare_substitutes"]
 
 
 def prepare_substitutes(

@@ -27,8 +27,6 @@ from edgespec.options.methods import head_names, methods
 from edgespec.options.settings import LOAD_OPTIONS, LoadArguments
 from edgespec.store.reference import Resolved
 
-__all__ = ["SpreadPrediction", "connect_workers", "for_workers", "predict_spread", "saved_speed_json"]
-
 # Options that are rejected with `--workers`, because they have no effect or are not implemented for workers.
 _UNSUPPORTED = (
     "parallel", "gpu_layers", "experts", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",

@@ -20,19 +20,6 @@ from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage
 from edgespec.model.model_facts import Adapter, ModelFacts
 
-__all__ = [
-    "MAX_VOCAB_PADDING",
-    "EarlyExit",
-    "Head",
-    "LanguageModel",
-    "LoadOptions",
-    "LowBit",
-    "Progress",
-    "SelfDraft",
-    "Snapshot",
-    "Vocabulary",
-]
-
 # Maximum difference in vocabulary size between a target and its draft model, to allow for padding tokens.
 MAX_VOCAB_PADDING = 1024
 

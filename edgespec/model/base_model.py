@@ -27,19 +27,6 @@ from edgespec.model.image_tokens import PreparedImage, end_of_images
 from edgespec.model.memory_estimate import check_tokens_fit
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
-__all__ = [
-    "MAX_CACHED_PIECES",
-    "BaseModel",
-    "M",
-    "SelfDraftView",
-    "WrappedModel",
-    "check_progress",
-    "in_batches",
-    "scaled_progress",
-    "split_last_batch",
-    "wrapped_capabilities",
-]
-
 # Maximum number of tokens whose bytes a vocabulary caches. Caching all of them would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 

@@ -12,18 +12,6 @@ from numpy.typing import NDArray
 
 from edgespec.model.base import LanguageModel, Progress, Vocabulary
 
-__all__ = [
-    "DrafterTrainer",
-    "Guesser",
-    "Student",
-    "Teacher",
-    "Trainable",
-    "Trainer",
-    "TrainingBatch",
-    "TrainingExample",
-    "Writer",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:

@@ -13,16 +13,6 @@ from numpy.typing import NDArray
 
 from edgespec.model.base import LanguageModel
 
-__all__ = [
-    "MAX_LOGGED_TOKENS",
-    "POST_NORM",
-    "HeadModel",
-    "HiddenStateLog",
-    "HiddenStateSource",
-    "OpenLogs",
-    "stream_states",
-]
-
 # Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
 # k, and index `layer count` is the output of the last layer, before the final norm.
 POST_NORM = -1

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image as PillowImage
 
-__all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "is_named_like_image", "looks_like_image"]
-
 # Display names of the supported formats, keyed by Pillow's names.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
 # "Brands" (file type codes) of HEIC and AVIF, the formats that phones use for photos.

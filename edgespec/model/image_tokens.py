@@ -10,18 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "PreparedImage",
-    "TokenRun",
-    "contains_image",
-    "cut_between_images",
-    "end_of_images",
-    "image_token_ids",
-    "text_tokens",
-    "token_runs",
-    "whole_images",
-]
-
 Tokens: TypeAlias = Sequence[int] | NDArray[np.int32]
 
 # Image tokens fill the upper half of the ids that fit in 32 bits. The lowest bit marks the first token of an

@@ -15,28 +15,6 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import ModelFacts
 from edgespec.system.files import format_bytes
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "GPU",
-    "MEMORY",
-    "MODEL_MEMORY_KINDS",
-    "THIS_MACHINE",
-    "ExpertReads",
-    "ExpertShares",
-    "MachineShare",
-    "MemoryEstimate",
-    "MemoryEstimator",
-    "MemoryPart",
-    "ModelMemoryKind",
-    "Pool",
-    "cache_too_large_error",
-    "check_tokens_fit",
-    "check_weights_fit",
-    "initial_context",
-    "requested_context",
-    "round_up_to_block",
-]
-
 THIS_MACHINE = "this machine"
 """The name of the target's own machine in `MachineShare.name` and in the JSON output."""
 

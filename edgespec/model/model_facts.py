@@ -12,17 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-__all__ = [
-    "Adapter",
-    "Capabilities",
-    "Exactness",
-    "ModelFacts",
-    "ModelInfo",
-    "ModelKind",
-    "OutputLayer",
-    "PassWeights",
-]
-
 ModelKind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
 """The kind of a model file. Only a `model` can generate text by itself."""
 

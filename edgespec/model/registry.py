@@ -23,25 +23,6 @@ from edgespec.model.model_facts import Adapter, ModelInfo, PassWeights
 from edgespec.model.token_list import TokenList
 from edgespec.options.methods import methods
 
-__all__ = [
-    "Backend",
-    "BenchmarkModels",
-    "ExitMeasurement",
-    "FileFormat",
-    "HeadNetwork",
-    "HeadSupport",
-    "all_files",
-    "backend_of",
-    "backends",
-    "format_at",
-    "format_of",
-    "is_registered",
-    "process_bytes",
-    "register",
-    "register_head",
-    "same_backend",
-]
-
 # The module that declares the built-in backends.
 _BUILT_IN_MODULE = "edgespec.backends.built_in"
 

@@ -18,8 +18,6 @@ from edgespec.model.formats.gguf_header import GgufHeader, StringArray
 from edgespec.model.formats.mlx_files import MAX_JSON_BYTES
 from edgespec.system.files import read_regular_file
 
-__all__ = ["TokenList", "longest_piece_bytes", "tokens_of_folder", "tokens_of_header"]
-
 # Kinds of tokenizers that store bytes as other characters.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}

@@ -11,7 +11,6 @@ import os
 import queue
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,19 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
 from edgespec.model.base import Head, Progress
 from edgespec.model.model_facts import Adapter
 from edgespec.model.registry import FileFormat, all_files, backend_of, format_of
-from edgespec.system.child_process import CRASH_SIGNALS
+from edgespec.system.child_process import CRASH_SIGNALS, ChildProcess, module_arguments
 from edgespec.system.facts import Facts
 from edgespec.system.files import file_state
 from edgespec.system.heap import limit_malloc_arenas
 from edgespec.system.installation import package_version
-
-__all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
 
 # Maximum number of characters of llama.cpp's output to quote in an error message.
 _MAX_REASON = 200
@@ -43,12 +40,6 @@ _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
 # Seconds between progress reports while the child process prints nothing.
 _PROGRESS_SECONDS = 0.1
-# Code run by the child process. It must not import modules from the current folder, which may contain
-# untrusted files.
-_CODE = (
-    "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
-    " from edgespec.model.trial_load import main; main(request)"
-)
 # Name of the C++ exception for a failed allocation, which does not indicate a damaged model file.
 _OUT_OF_MEMORY = "std::bad_alloc"
 # Outcomes that the child process prints, one line per model. If the backend rejects the model's files, the
@@ -137,6 +128,8 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
             child = stack.enter_context(_start_child(list(untried.values())))
         except OSError as error:
             return _not_tried(models, error.strerror or str(error))
+        except EdgespecError as error:
+            return _not_tried(models, error.what)
         for model in untried.values():
             # Import the backend while the child process runs, because loading the model needs it later
             # anyway.
@@ -188,7 +181,7 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                         # A new child process tests the remaining models.
                         reasons[i] = _failure(models[i], crash).what
                         _remember(key, _Result(False, crash))
-        except (OSError, BackendError):
+        except (OSError, EdgespecError):
             break  # The models cannot be tried now. Loading them will report what is wrong.
     return reasons
 
@@ -258,7 +251,7 @@ class _Child:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float, cpu_seconds: int
+        self, process: ChildProcess, errors: IO[bytes], max_seconds: float, cpu_seconds: int
     ) -> None:
         self._process, self._errors = process, errors
         self._max_seconds, self._cpu_seconds = max_seconds, cpu_seconds
@@ -268,7 +261,7 @@ class _Child:
         self._reader.start()
 
     def end(self) -> None:
-        self._process.kill()
+        self._process.close()
         self._reader.join()
 
     def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
@@ -295,6 +288,7 @@ class _Child:
             BackendError: The process was killed from outside, or used too much CPU time.
         """
         status = self._process.wait()
+        assert status is not None  # because there is no timeout
         if 0 <= status <= 0xFF:
             return ""
         name = _signal_name(status)
@@ -330,14 +324,12 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
     """Run a child process that tries to load models, and stop it at the end of the `with` block.
 
     Raises:
-        OSError: The process cannot be started.
+        OSError, ModelFileError: A file cannot be read.
+        EdgespecError: The process cannot be started.
     """
-    if not sys.executable:
-        raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.files)
     cpu_seconds = int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30)
     request = {
-        "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
         "models": [
             (
                 model.form.name,
@@ -351,19 +343,13 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
         ],
         "cpu_seconds": cpu_seconds,
     }
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            [sys.executable, "-I", "-c", _CODE, json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+    with tempfile.TemporaryFile() as errors:
+        process = ChildProcess(
+            [*module_arguments("edgespec.model.trial_load"), json.dumps(request)],
+            errors=errors,
             # Keep ggml from starting a debugger to print a backtrace when it aborts.
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-            # Keep the terminal's Ctrl-C from reaching the child process. The parent stops the child instead.
-            start_new_session=True,
-        ) as process,
-    ):
+            environment={"GGML_NO_BACKTRACE": "1"},
+        )
         child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK, cpu_seconds)
         try:
             yield child
@@ -388,8 +374,9 @@ def _signal_name(status: int) -> str:
 
 
 def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
-    for line in stream:
-        put(line.decode("ascii", "replace").strip())
+    with suppress(ValueError):  # The stream was closed while lines were left in it.
+        for line in stream:
+            put(line.decode("ascii", "replace").strip())
     put(None)
 
 
@@ -404,8 +391,9 @@ def _decode_head(head: Sequence[str | None]) -> Head:
     return Head(method, None if path is None else Path(path))
 
 
-def main(request: dict[str, Any]) -> None:
+def main() -> None:
     """Test each model in the request and print the outcome. Runs in the child process."""
+    request = json.loads(sys.argv[-1])
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for form_name, path, name, runs, head, adapters in request["models"]:

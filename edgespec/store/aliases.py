@@ -6,10 +6,13 @@ import re
 
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, NotDownloadedError, OptionError
 from edgespec.store import catalogue
-from edgespec.store.installed import read_model_info, same_token_ids, shared_token_fraction
+from edgespec.store.installed import (
+    ModelVocabulary,
+    read_model_info,
+    same_token_ids,
+    shared_token_fraction,
+)
 from edgespec.store.reference import NameReference, Resolved, parse_reference, resolve
-
-__all__ = ["check_alias", "check_pair", "preferred_draft"]
 
 # Special values for `--draft`, which cannot be used as aliases.
 _RESERVED = ("auto", "none")
@@ -78,7 +81,7 @@ def _token_notice(target: str, draft: str) -> str:
     try:
         for reference in (target, draft):
             resolved = resolve(reference, allow_download=False)
-            pair.append((resolved.path, resolved.format, read_model_info(resolved).vocabulary))
+            pair.append(ModelVocabulary(resolved.path, resolved.format, read_model_info(resolved).vocabulary))
     except ModelFileError as error:
         return str(error)
     fraction = 1.0 if same_token_ids(*pair) else shared_token_fraction(*pair)

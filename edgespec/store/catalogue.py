@@ -18,24 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 from edgespec.errors import ModelNotFoundError
 from edgespec.model.formats.gguf_header import read_general
 from edgespec.model.registry import FileFormat, format_of
-from edgespec.options.default_model import models_folder, package_folder
+from edgespec.options.default_model import models_folder as models_folder
+from edgespec.options.default_model import package_folder
 from edgespec.system.files import config_folder, error_reason, parse_toml, read_regular_file
-
-__all__ = [
-    "LATEST",
-    "Catalogue",
-    "HeadEntry",
-    "ModelEntry",
-    "ModelFormat",
-    "load_catalogue",
-    "models_folder",
-    "needed_bytes",
-    "short_name",
-    "suggest_models",
-    "user_aliases",
-    "user_aliases_path",
-    "user_pairs",
-]
 
 # Suffixes of short names, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}

@@ -5,26 +5,6 @@ Acceptance rates and pass costs measured on this machine replace the assumed one
 
 from __future__ import annotations
 
-__all__ = [
-    "ASSUMED_SIZE_RATIO",
-    "AUTO_MIN_SHARED_FRACTION",
-    "COST_PER_ROW",
-    "EQUAL_SPEEDUP_RATIO",
-    "ESTIMATED_CONTEXT_TOKENS",
-    "HEAD_RATE",
-    "MAX_ASSUMED_RATE",
-    "MAX_DRAFTED",
-    "MAX_ESTIMATED_DRAFT_LENGTH",
-    "MAX_STEP_COST",
-    "MIN_ASSUMED_RATE",
-    "MIN_DRAFTED",
-    "MIN_ESTIMABLE_BYTES",
-    "MIN_SHARED_FRACTION",
-    "RATE_AT_EQUAL_SIZE",
-    "RATE_PER_DECADE",
-    "SAVE_EVERY_DRAFTED",
-]
-
 # Minimum size in bytes of the weights that a model reads per pass for its speed to be predicted. The passes
 # of smaller models are dominated by fixed costs, so speeds derived from the size would be too high. The limit
 # was chosen because a CPU reads 64 MiB in 1 to 3 ms, and below `FAST_TARGET_SECONDS`

@@ -25,7 +25,7 @@ from edgespec.errors import (
     ModelNotFoundError,
     NotDownloadedError,
 )
-from edgespec.model.base import Progress
+from edgespec.model.base import Progress as Progress
 from edgespec.model.formats.mlx_files import missing_files, missing_from_head, require_mlx
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.hub_files import (
@@ -41,17 +41,6 @@ from edgespec.store.hub_files import (
     repository_folder,
 )
 from edgespec.system.files import error_reason, format_bytes, replace_when_written, write_advice
-
-__all__ = [
-    "HEAD",
-    "MODEL",
-    "Progress",
-    "RepositoryContent",
-    "fetch",
-    "list_repository",
-    "stream_chunks",
-    "translate_errors",
-]
 
 _CHUNK_BYTES = 1 << 18
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64

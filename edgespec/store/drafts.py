@@ -28,6 +28,7 @@ from edgespec.store.constants import (
 from edgespec.store.installed import (
     InstalledModel,
     InstalledModels,
+    ModelVocabulary,
     find_installed,
     model_info,
     model_info_or_none,
@@ -36,8 +37,6 @@ from edgespec.store.installed import (
 from edgespec.store.reference import Resolved, resolve
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 from edgespec.system.files import format_bytes
-
-__all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 DraftSource = Literal["catalogue", "tokens"]
 
@@ -292,11 +291,12 @@ def _installed_option(target: Resolved, info: ModelInfo, model: InstalledModel) 
         return None
     step_cost = model.info.pass_bytes / info.pass_bytes
     shared_fraction = shared_token_fraction(
-        (target.path, target.format, info.vocabulary), (model.path, model.format, model.info.vocabulary)
+        ModelVocabulary(target.path, target.format, info.vocabulary),
+        ModelVocabulary(model.path, model.format, model.info.vocabulary),
     )
     if shared_fraction is None or shared_fraction < MIN_SHARED_FRACTION or step_cost > MAX_STEP_COST:
         return None
-    rate = measured_acceptance_rate((target.path, target.format), (model.path, model.format))
+    rate = measured_acceptance_rate(target, model)
     size_ratio = min(1.0, model.info.parameters / max(1, info.parameters))
     rank = _rank(target, model.entry)
     return DraftOption(
@@ -329,7 +329,8 @@ def _catalogue_option(target: Resolved, info: ModelInfo | None, name: str) -> Dr
         size_bytes, kv_bytes = draft_info.size_bytes, draft_info.kv_bytes
         if info is not None:
             shared_fraction = shared_token_fraction(
-                (target.path, target.format, info.vocabulary), (path, local.format, draft_info.vocabulary)
+                ModelVocabulary(target.path, target.format, info.vocabulary),
+                ModelVocabulary(path, local.format, draft_info.vocabulary),
             )
     parameters, target_bytes = _sizes(target, info)
     return DraftOption(

@@ -1,4 +1,4 @@
-"""Find heads for a target in its files, next to them and in the catalogue, and resolve references.
+"""Find heads for a target in its files, next to them and in the catalogue, and convert them to GGUF.
 
 Finding heads reads only metadata, and neither downloads files nor loads weights. A head is assumed
 to fit the target if the sizes in their metadata match. Only resolving a reference downloads a
@@ -8,6 +8,7 @@ missing head.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFoundError
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFoundError, OptionError
 from edgespec.model.base import Head
 from edgespec.model.formats.head_files import (
     drafts_in_one_pass,
+    head_at,
     head_info,
     method_of,
     unknown_head,
@@ -34,8 +36,8 @@ from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.download import HEAD, Progress, fetch
 from edgespec.store.hub_files import cached_model, hub_name
-from edgespec.store.installed import model_info_or_none, model_repository, read_model_info
-from edgespec.store.prepared.head import convert_once, converted_path
+from edgespec.store.installed import file_stamps, model_info_or_none, model_repository, read_model_info
+from edgespec.store.prepared_builder import delete_leftovers, require_folder, write_conversion
 from edgespec.store.reference import (
     Downloader,
     HubReference,
@@ -48,9 +50,7 @@ from edgespec.store.reference import (
 )
 from edgespec.store.speedup_estimate import estimate_head_speedup
 from edgespec.store.stored_models import EntryBudget, files_below, folders_in
-from edgespec.system.files import format_bytes
-
-__all__ = ["HeadOption", "head_options", "named_head", "published_heads", "resolve_head", "resolve_head_with"]
+from edgespec.system.files import cache_folder, format_bytes, reading_model_files
 
 HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
@@ -175,7 +175,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
         if not _is_convertible(kind, path, target):
             problem = _unreadable(target)
         elif convert:
-            converted_from, path = path, convert_once(path, target.path)
+            converted_from, path = path, _convert_once(path, target.path)
     if problem:
         made_for = "was made for another model" if mismatch else f"does not work with {target.name}"
         raise CapabilityError(
@@ -224,7 +224,7 @@ def _installed(
         if _is_convertible(kind, path, target):
             problem = f"it must first be converted to GGUF; --head {shlex.quote(reference)} does this"
             with suppress(EdgespecError):
-                if (converted := converted_path(path, target.path)).exists():
+                if (converted := _converted_path(path, target.path)).exists():
                     head, problem = Head(method_of(kind), converted, path), ""
     speedup = _speedup(kind, info.size_bytes, target_info.pass_bytes)
     return HeadOption(reference, kind, head, source, info.size_bytes, speedup, problem)
@@ -396,3 +396,74 @@ def _refused_model(name: str) -> ModelFileError:
 def _cached_head(head: HeadEntry) -> Path | None:
     """Return the local path of a head from the catalogue, or None if it must be downloaded."""
     return head.embedded_path or cached_model(head.repository, head.gguf_file or None, missing_from_head)
+
+
+def _converted_path(folder: Path, target: Path) -> Path:
+    """Return the cache path for a head's GGUF version, whether or not the file exists.
+
+    The path depends on the size and modification time of the head's files, so that a changed head is
+    converted again. Raises ModelFileError if the folder cannot be read.
+    """
+    with reading_model_files(folder):
+        stamps = file_stamps(format_at(folder).files(folder))
+    key = f"{folder.resolve()} {stamps} {_layer_count(target)}"
+    return (
+        cache_folder()
+        / "heads"
+        / f"{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}.gguf"
+    )
+
+
+def needs_conversion(folder: Path, target: Path) -> bool:
+    """Return whether a head must be converted for a target. Raises ModelFileError if the head is damaged."""
+    return head_at(folder).method in format_at(target).converted_heads
+
+
+def _convert_once(folder: Path, target: Path) -> Path:
+    """Return a head's GGUF version, converting it on first use. Raises the same errors as `prepare_head`."""
+    path = _converted_path(folder, target)
+    if not path.exists():
+        delete_leftovers(path.parent)
+        prepare_head(folder, target, path, setting="EDGESPEC_CACHE_DIR")
+    return path
+
+
+def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--to") -> int:
+    """Convert a published head, such as EAGLE-3, to a GGUF file.
+
+    Args:
+        folder: Folder of the head, as published on Hugging Face.
+        target: The GGUF model that the head was trained for.
+        output: The file to write. An existing file is replaced once the new one is complete.
+        setting: The option or environment variable that determines the output folder, for error messages.
+
+    Returns:
+        The size of the new file in bytes.
+
+    Raises:
+        ModelNotFoundError: The folder does not exist.
+        ModelFileError: The folder contains no head that can be converted.
+        OptionError: The target is not a GGUF model.
+        EdgespecError: The file cannot be written.
+    """
+    file_format = format_at(target)
+    if not file_format.converted_heads:
+        raise OptionError(
+            f"{target} is not a GGUF model",
+            "pass the GGUF model that the draft head was trained for",
+            code="wrong_file",
+        )
+    require_folder(folder)
+    support = file_format.heads.get(head_at(folder).method)
+    if support is None or support.convert is None:
+        raise ModelFileError(
+            f"the draft head in {folder} does not need to be converted, because edgespec can use it as it is",
+            f"use the folder itself: --head {shlex.quote(str(folder))}",
+            code="wrong_file",
+        )
+    write = partial(support.convert, folder, _layer_count(target))
+    return write_conversion(output, f"the draft head {folder}", write, setting=setting)
+
+
+def _layer_count(target: Path) -> int:
+    return format_at(target).read_info(target).layers

@@ -33,25 +33,6 @@ from edgespec.store.stored_models import (
 )
 from edgespec.system.files import read_regular_file
 
-__all__ = [
-    "HubFile",
-    "best_projector",
-    "cached_model",
-    "choose_files",
-    "choose_head_files",
-    "choose_mlx_files",
-    "group_gguf_files",
-    "hub_cache_folder",
-    "hub_models",
-    "hub_name",
-    "is_gguf_model",
-    "is_projector",
-    "is_quantisation",
-    "join_names",
-    "repository_folder",
-    "snapshot_folder",
-]
-
 _DEFAULT_QUANTISATION = "Q4_K_M"
 _MAX_LISTED = 20
 # Files of an MLX model: its weights, configuration, tokenizer and chat template.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.model.formats.gguf_files import gguf_files
@@ -34,32 +34,11 @@ from edgespec.store.hub_files import (
 )
 from edgespec.store.lmstudio import lmstudio_models, lmstudio_repository
 from edgespec.store.ollama import ollama_models
-from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared
+from edgespec.store.prepared_files import PreparedModel, list_prepared
 from edgespec.store.reference import Resolved, Source, resolve
 from edgespec.store.stored_models import REPOSITORY_DEPTH, EntryBudget, StoredModel, files_below
 from edgespec.system.facts import Facts
-from edgespec.system.files import delete_files, error_reason, write_advice
-
-__all__ = [
-    "InstalledModel",
-    "InstalledModels",
-    "RecommendedSetting",
-    "files_fingerprint",
-    "find_installed",
-    "find_projector",
-    "loaded_bytes",
-    "model_info",
-    "model_info_or_none",
-    "model_repository",
-    "plan_removal",
-    "read_model_info",
-    "recommended_sampling",
-    "refusal_of",
-    "same_token_ids",
-    "shared_token_fraction",
-    "smaller_models",
-    "smaller_quantisations",
-]
+from edgespec.system.files import delete_files, error_reason, reading_model_files, write_advice
 
 _NOT_MODELS: dict[ModelKind, str] = {
     "projector": "the file is an image projector, not a language model",
@@ -270,8 +249,12 @@ def _resolve_all(models: Iterable[InstalledModel]) -> list[Resolved]:
     return resolved
 
 
-# A model's path, file format and vocabulary hash.
-ModelVocabulary: TypeAlias = tuple[Path, ModelFormat, str]
+class ModelVocabulary(NamedTuple):
+    """A model's path, its file format and the hash of its tokens."""
+
+    path: Path
+    format: ModelFormat
+    digest: str
 
 
 def model_info(path: Path, form: ModelFormat) -> ModelInfo:
@@ -288,7 +271,7 @@ def model_info(path: Path, form: ModelFormat) -> ModelInfo:
 
 def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
     """Return whether the models use the same token IDs, or True if that is unknown."""
-    if not target[2] or not draft[2] or target[2] == draft[2]:
+    if not target.digest or not draft.digest or target.digest == draft.digest:
         return True
     target_tokens, draft_tokens = _read_tokens(target, draft)
     return target_tokens is None or draft_tokens is None or target_tokens.same_ids(draft_tokens)
@@ -296,11 +279,11 @@ def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
 
 def shared_token_fraction(target: ModelVocabulary, draft: ModelVocabulary) -> float | None:
     """Return the fraction of the target's tokens that the draft model also has, or None if it is unknown."""
-    if not target[2] or not draft[2]:
+    if not target.digest or not draft.digest:
         return None
-    if target[2] == draft[2]:
+    if target.digest == draft.digest:
         return 1.0
-    key = f"{target[2]} {draft[2]}"
+    key = f"{target.digest} {draft.digest}"
     match Facts().get("shared tokens", key):
         case float(saved):
             return saved
@@ -316,25 +299,22 @@ def _read_tokens(
     target: ModelVocabulary, draft: ModelVocabulary
 ) -> tuple[TokenList | None, TokenList | None]:
     try:
-        return format_of(target[1]).read_tokens(target[0]), format_of(draft[1]).read_tokens(draft[0])
+        target_tokens = format_of(target.format).read_tokens(target.path)
+        return target_tokens, format_of(draft.format).read_tokens(draft.path)
     except ModelFileError:
         return None, None
 
 
 def files_fingerprint(path: Path, form: ModelFormat) -> str:
     """Return a hash of the names, sizes and modification times of a model's files. Raises ModelFileError."""
-    try:
-        files = format_of(form).named_files(path)
-        stamps = [
-            (file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
-        ]
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror or error}",
-            "check the path and its permissions",
-            code="model_file_unreadable",
-        ) from error
+    with reading_model_files(path):
+        stamps = file_stamps(format_of(form).named_files(path))
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
+
+
+def file_stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return the name, size and modification time of each file. Raises OSError."""
+    return [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
 
 
 def model_repository(path: Path) -> Path | None:

@@ -23,8 +23,6 @@ from edgespec.store.stored_models import (
 )
 from edgespec.system.files import home_folder, read_regular_file
 
-__all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models", "lmstudio_repository"]
-
 _CONFIG = "config.json"
 _MAX_SETTINGS_BYTES = 1 << 22
 

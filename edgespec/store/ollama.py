@@ -15,8 +15,6 @@ from edgespec.options.reply_options import stated_sampling
 from edgespec.store.stored_models import EntryBudget, StoredModel, files_below, find_child
 from edgespec.system.files import error_reason, home_folder, read_regular_file, regular_file_bytes
 
-__all__ = ["ollama_model", "ollama_models"]
-
 _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _PROJECTOR = "application/vnd.ollama.image.projector"

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from edgespec.errors import CancelledError, EdgespecError, ModelFileError, ModelNotFoundError
+from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import Backend, FileFormat, backend_of, format_at, format_of, is_registered
 from edgespec.store.catalogue import (
     LATEST,
@@ -28,16 +29,10 @@ from edgespec.store.catalogue import (
 )
 from edgespec.store.download import Progress, fetch
 from edgespec.store.hub_files import cached_model, hub_name, is_quantisation
-from edgespec.store.ollama import ollama_model
-from edgespec.store.other_programs import (
-    are_same_size,
-    find_by_missing_path,
-    find_in_other_programs,
-    find_in_store,
-    ollama_names,
-)
-from edgespec.store.prepared.builder import find_quantised, prepare_quantised
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.lmstudio import lmstudio_file, lmstudio_model, lmstudio_models
+from edgespec.store.ollama import ollama_model, ollama_models
+from edgespec.store.prepared_builder import find_quantised, prepare_quantised
+from edgespec.store.prepared_files import (
     MANIFEST,
     PreparedModel,
     check_prepared,
@@ -46,23 +41,6 @@ from edgespec.store.prepared.prepared_files import (
 )
 from edgespec.store.stored_models import Store, StoredModel
 from edgespec.system.installation import setup_command
-
-__all__ = [
-    "Downloader",
-    "HubReference",
-    "NameReference",
-    "PathReference",
-    "Reference",
-    "Resolved",
-    "Source",
-    "StoreReference",
-    "follow_aliases",
-    "parse_reference",
-    "refused_head",
-    "resolve",
-    "resolve_path",
-    "resolve_with",
-]
 
 Source = Literal["path"] | Store
 
@@ -149,10 +127,10 @@ def resolve_with(
     typed = reference.strip()
     match parsed := follow_aliases(typed):
         case PathReference(path):
-            stored = find_by_missing_path(path)
+            stored = _find_by_missing_path(path)
             return _resolve_stored(typed, stored) if stored else resolve_path(path)
         case StoreReference(store, name):
-            return _resolve_stored(typed, find_in_store(store, name))
+            return _resolve_stored(typed, _find_in_store(store, name))
         case HubReference():
             _refuse_local_name(parsed)
             return _resolve_hub(typed, parsed, download)
@@ -201,7 +179,7 @@ def _resolve_name(
         # This always raises an error, because the model is unusable.
         return _resolve_stored(typed, stored)
     _refuse_head(full_name)
-    nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
+    nearest = catalogue.nearest(full_name, [*user_aliases(), *_usable_names(ollama_models())])
     raise ModelNotFoundError(
         f"there is no model named {full_name}",
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
@@ -268,10 +246,10 @@ def _resolve_hub(typed: str, reference: HubReference, download: Downloader) -> R
     cached = cached_model(repository, quantisation)
     stored = []
     if cached is None or not reference.explicit:
-        stored = find_in_other_programs(repository, quantisation, hub_only=reference.explicit)
+        stored = _find_in_other_programs(repository, quantisation, hub_only=reference.explicit)
     paths = {f"hf:{repository}": cached} if cached else {}
     paths |= {one.names[-1]: one.path for one in stored if one.path}
-    if not are_same_size(paths.values()):
+    if not _are_same_size(paths.values()):
         raise ModelNotFoundError(
             f"{typed} matches {len(paths)} different models on this machine: {', '.join(paths)}",
             "use one of these names",
@@ -306,6 +284,83 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
         stored.sampling,
         stored.projector,
     )
+
+
+def _find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredModel:
+    """Return the model named `name` in Ollama or LM Studio.
+
+    Raises:
+        ModelNotFoundError: There is no such model. The hint lists similar names.
+    """
+    if store == "ollama":
+        program, model, stored = "Ollama", ollama_model(*_split(name)), ollama_models
+    else:
+        model = lmstudio_file(name) or lmstudio_model(*_split(name))
+        program, stored = "LM Studio", lmstudio_models
+    if model:
+        return model
+    names = _usable_names(stored())
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names[:2]
+    raise ModelNotFoundError(
+        f"{program} has no model {name} on this machine",
+        f"its models include {' and '.join(near)}"
+        if near
+        else "`edgespec models list` shows the models on this machine",
+    )
+
+
+def _find_by_missing_path(path: Path) -> StoredModel | None:
+    """Return the LM Studio or Ollama model whose name is `path`, unless a file with this path exists.
+
+    LM Studio names can look like publisher/repo/file.gguf, and Ollama names like registry/owner/name:tag.
+    """
+    text = path.as_posix()
+    if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
+        return None
+    with suppress(OSError, ValueError):
+        if path.exists() or path.is_symlink():
+            return None
+    return lmstudio_file(text) if text.lower().endswith(".gguf") else ollama_model(*_split(text))
+
+
+def _find_in_other_programs(
+    repository: str, quantisation: str | None, *, hub_only: bool = False
+) -> list[StoredModel]:
+    """Return the usable models that LM Studio and Ollama downloaded from a Hugging Face repository.
+
+    If `hub_only` is set, models named `user/repo` from Ollama's own registry, which is a separate namespace,
+    are ignored.
+    """
+    registries = ["hf.co", "huggingface.co", *([] if hub_only else ["registry.ollama.ai"])]
+    stored = [ollama_model(f"{registry}/{repository}", quantisation) for registry in registries]
+    return [one for one in (lmstudio_model(repository, quantisation), *stored) if one and one.path]
+
+
+def _are_same_size(paths: Iterable[Path]) -> bool:
+    """Return whether all models have exactly the same size, and are therefore probably copies."""
+    return len({_size(path) for path in paths}) <= 1
+
+
+def installed_names() -> list[str]:
+    """Return the shortest name of each usable model in Ollama and LM Studio."""
+    return [*_usable_names(ollama_models()), *_usable_names(lmstudio_models())]
+
+
+def _usable_names(models: Iterable[StoredModel]) -> list[str]:
+    return [one.names[0] for one in models if one.path]
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    base, colon, tag = name.rpartition(":")
+    return (base, tag) if colon and "/" not in tag else (name, None)
+
+
+def _size(path: Path) -> int:
+    try:
+        files = list(path.glob("*.safetensors")) if path.is_dir() else gguf_files(path)
+        return sum(file.stat().st_size for file in files)
+    except (OSError, ModelFileError):
+        return -1
 
 
 def refused_head(name: str, target: str = "TARGET") -> ModelFileError:

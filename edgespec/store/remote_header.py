@@ -25,8 +25,6 @@ from edgespec.store.heads import resolve_head_with
 from edgespec.store.hub_files import HubFile, is_gguf_model, repository_folder
 from edgespec.store.reference import Resolved, resolve_with
 
-__all__ = ["fetch_metadata", "resolve_head_metadata", "resolve_metadata"]
-
 # Number of bytes to download before first trying to parse a model's header.
 _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a model file's header. The largest known headers are a few dozen megabytes.

@@ -26,8 +26,6 @@ from edgespec.system.files import (
     write_private_file,
 )
 
-__all__ = ["SavedArrays", "delete_saved_arrays", "models_fingerprint"]
-
 VERSION = 1
 _MAX_BYTES = 512 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")

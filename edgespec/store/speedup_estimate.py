@@ -10,11 +10,9 @@ import hashlib
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.errors import ModelFileError
-from edgespec.store.catalogue import ModelFormat
 from edgespec.store.constants import (
     COST_PER_ROW,
     HEAD_RATE,
@@ -27,18 +25,9 @@ from edgespec.store.constants import (
     RATE_PER_DECADE,
     SAVE_EVERY_DRAFTED,
 )
-from edgespec.store.installed import files_fingerprint
+from edgespec.store.installed import InstalledModel, files_fingerprint
+from edgespec.store.reference import Resolved
 from edgespec.system.facts import Facts
-
-__all__ = [
-    "AcceptanceRecorder",
-    "LocalModel",
-    "add_acceptance",
-    "estimate_acceptance_rate",
-    "estimate_head_speedup",
-    "estimate_speedup",
-    "measured_acceptance_rate",
-]
 
 _KIND = "acceptance"
 
@@ -103,7 +92,7 @@ def estimate_head_speedup(step_cost: float, *, one_pass: bool) -> float:
     return estimate_speedup(0.0, step_cost, acceptance_rate=HEAD_RATE)
 
 
-LocalModel: TypeAlias = tuple[Path, ModelFormat]
+LocalModel: TypeAlias = Resolved | InstalledModel
 
 
 def measured_acceptance_rate(target: LocalModel, draft: LocalModel) -> float | None:
@@ -164,5 +153,6 @@ class AcceptanceRecorder:
 
 def _key(target: LocalModel, draft: LocalModel) -> str:
     """Return a hash that changes when a file of either model changes. Raises ModelFileError."""
-    fingerprints = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
+    models = (target, draft)
+    fingerprints = [(str(each.path), files_fingerprint(each.path, each.format)) for each in models]
     return hashlib.sha256(repr(fingerprints).encode()).hexdigest()[:32]

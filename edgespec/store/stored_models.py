@@ -12,18 +12,6 @@ from typing import Literal
 
 from edgespec.store.catalogue import ModelFormat
 
-__all__ = [
-    "REPOSITORY_DEPTH",
-    "EntryBudget",
-    "Store",
-    "StoredModel",
-    "files_below",
-    "find_child",
-    "folders_in",
-    "is_inside",
-    "is_parent",
-]
-
 Store = Literal["embedded", "ollama", "lmstudio", "hub"]
 # Maximum depth of the subfolders of a repository that are searched for models (chosen).
 REPOSITORY_DEPTH = 3

@@ -11,17 +11,6 @@ from typing import Any
 
 from edgespec.errors import EdgespecError, OptionError
 
-__all__ = [
-    "as_integer",
-    "check_boolean",
-    "check_integer",
-    "check_number",
-    "check_path",
-    "check_process",
-    "check_text",
-    "parse_size",
-]
-
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 # Smallest memory size accepted without a unit. `--memory 8` probably means 8 GiB, not 8 bytes.

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -16,8 +16,6 @@ from typing import IO
 import psutil
 
 from edgespec.errors import EdgespecError
-
-__all__ = ["CRASH_SIGNALS", "ChildProcess", "module_arguments"]
 
 _CRASH_NAMES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 # Signals that end a process because its code or its input is faulty. Windows lacks some of them.
@@ -33,6 +31,8 @@ class ChildProcess:
     Args:
         arguments: Arguments for the Python interpreter: a script or code, followed by its own arguments.
         open_files: File descriptors that the process inherits. Not supported on Windows.
+        errors: File that receives the process's stderr. If None, stderr is discarded.
+        environment: Environment variables to set in addition to this process's own.
 
     Attributes:
         stdin: Stream of requests to the process.
@@ -42,7 +42,14 @@ class ChildProcess:
         EdgespecError: The process cannot be started.
     """
 
-    def __init__(self, arguments: Sequence[str], *, open_files: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        open_files: Sequence[int] = (),
+        errors: IO[bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
         if not sys.executable or getattr(sys, "frozen", False):
             raise EdgespecError(
@@ -57,7 +64,8 @@ class ChildProcess:
                 [sys.executable, "-I", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if errors is None else errors,
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
                 pass_fds=open_files,
             )

@@ -15,8 +15,6 @@ from threading import Lock
 
 import psutil
 
-__all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "control_groups", "usable_cores"]
-
 # Speed measurements count as disturbed if other programs use more than this number of cores.
 MAX_BUSY_CORES = 0.3
 

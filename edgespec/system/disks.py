@@ -15,23 +15,6 @@ from time import perf_counter as now
 
 from edgespec.system.files import write_all
 
-__all__ = [
-    "PARALLEL_READS",
-    "READ_BYTES",
-    "append_error",
-    "drop_cached",
-    "explain_write_errors",
-    "folder_bytes_per_second",
-    "free_bytes",
-    "is_sparse",
-    "largest_file",
-    "network_drive",
-    "open_uncached",
-    "read_bytes_per_second",
-    "stores_holes",
-    "write_error",
-]
-
 # Size in bytes of the test file. It must not be tiny, because some file systems can store tiny files on a
 # full disk.
 _TRIAL_BYTES = 1 << 16

@@ -17,8 +17,6 @@ from zlib import crc32
 
 from edgespec.system.files import cache_folder, error_reason, regular_file_bytes
 
-__all__ = ["Facts"]
-
 # Version of the file format. A file with another version is replaced.
 _VERSION = 1
 # Maximum number of facts of one kind, and maximum size of one value in bytes. The largest kind has an entry

@@ -21,33 +21,6 @@ from typing import Any
 
 from edgespec.errors import ConfigurationError, ModelFileError
 
-__all__ = [
-    "MappedFiles",
-    "cache_folder",
-    "config_folder",
-    "data_folder",
-    "delete_files",
-    "delete_stale_temporaries",
-    "error_reason",
-    "file_state",
-    "format_bytes",
-    "format_rate",
-    "home_folder",
-    "log_folder",
-    "make_private_folder",
-    "parse_toml",
-    "read_regular_file",
-    "regular_file_bytes",
-    "replace_when_written",
-    "sampled_sha256",
-    "sync_to_disk",
-    "touch_private",
-    "unwritable_cache",
-    "write_advice",
-    "write_all",
-    "write_private_file",
-]
-
 _MAX_KEY_DOTS = 100
 # A model file's hash covers its first MiB and 16 smaller blocks spread over the rest.
 _HEAD_BYTES = 1 << 20
@@ -173,6 +146,23 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
             EINVAL, f"the file has {size_bytes:,} bytes, which exceeds the limit of {max_bytes:,} bytes"
         )
     return path.read_bytes()
+
+
+@contextmanager
+def reading_model_files(path: Path) -> Iterator[None]:
+    """Convert errors from reading a model's files to ModelFileErrors.
+
+    Args:
+        path: The file or folder, for errors that name no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ModelFileError(
+            f"{error.filename or path} cannot be read: {error_reason(error)}",
+            "check the path and its permissions",
+            code="model_file_unreadable",
+        ) from error
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["InstalledGpu", "installed_gpus", "with_nvidia_memory"]
-
 # PCI vendor IDs of GPUs that can run models. Other vendors' devices, such as virtual displays, are ignored.
 _VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
 _ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

@@ -12,13 +12,6 @@ from functools import cache
 if sys.platform != "win32":
     import resource
 
-__all__ = [
-    "address_space_is_limited",
-    "limit_malloc_arenas",
-    "release_free_memory",
-    "unmap_freed_buffers",
-]
-
 # Parameter numbers of glibc's `mallopt`, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # Values for malloc's mmap and trim thresholds, in bytes.

@@ -9,8 +9,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["BUILD_FLAGS", "build_command", "chat_command", "package_version", "setup_command"]
-
 # CMake options for a build of llama-cpp-python. For weights such as F16, llamafile's matrix kernels round
 # differently than those for single tokens, so that checking a draft could change the reply. On Linux,
 # `scripts/setup` builds them nevertheless, and keeps them from such weights with `scripts/cpu_kernels.cpp`.

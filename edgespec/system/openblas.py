@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["load_openblas", "why_slow"]
-
 _LIBRARY = "libopenblas.so.0"
 _loaded: list[ctypes.CDLL] = []
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["FOREIGN_NAMES", "REMOVED_NAMES", "nearest"]
-
 FOREIGN_NAMES = {
     "ctx": "context",
     "ctx_size": "context",

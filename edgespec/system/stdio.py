@@ -11,8 +11,6 @@ from typing import TextIO
 
 from edgespec.errors import OptionError
 
-__all__ = ["check_utf8", "decode_input", "ensure_utf8_locale", "is_ascii", "use_utf8"]
-
 _MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from edgespec.errors import CancelledError
 
-__all__ = ["SignalEvent", "check_cancelled", "wait_for"]
-
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 0.05
 

@@ -18,7 +18,7 @@ from typing import Any
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.model.base import Progress
 from edgespec.model.drafter_training import DrafterTrainer, Student
-from edgespec.store.prepared.head import needs_conversion, prepare_head
+from edgespec.store.heads import needs_conversion, prepare_head
 from edgespec.system.files import error_reason, write_advice
 from edgespec.train.conversations import (
     BATCH_TOKENS,

@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["GET_PATHS", "POST_PATHS", "damaged", "long_prompt", "mutated", "plausible"]
-
 Body: TypeAlias = dict[str, Any]
 
 

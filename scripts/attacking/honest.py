@@ -8,8 +8,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["HonestClient"]
-
 _SECONDS = 300
 # Seconds to wait when the server is busy, and maximum number of retries.
 _RETRY_SECONDS, _RETRIES = 0.2, 1500

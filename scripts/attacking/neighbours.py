@@ -9,8 +9,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Neighbours", "difference"]
-
 # Largest difference between the scores of two tokens that counts as a near-tie. Sharing a pass changes each
 # score of the demo model by at most about 0.1 (see docs/exactness.md).
 _NEAR_TIE = 0.2

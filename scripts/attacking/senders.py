@@ -13,8 +13,6 @@ from typing import TypeAlias
 
 from scripts.attacking.bodies import GET_PATHS, POST_PATHS, damaged, long_prompt, mutated, plausible
 
-__all__ = ["ATTACKS", "Attack", "Connection", "new_canary", "problem", "request"]
-
 # A reply that takes longer than this many seconds counts as a hang. The limit is high, because a busy machine
 # loads models slowly.
 HANG_SECONDS = 300

@@ -15,8 +15,6 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-__all__ = ["Usage", "Victim", "started"]
-
 _START_SECONDS = 120
 _STOP_SECONDS = 60
 

@@ -26,21 +26,21 @@ from scripts.fuzzing.campaign import Campaign, Subject, replay, table
 
 _ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = tuple(
-    Subject(name, f"scripts.fuzzing.{name.replace('-', '_')}", weight)
-    for name, weight in (
+    Subject(name, f"scripts.fuzzing.{place}", weight)
+    for name, place, weight in (
         # Relative numbers of inputs. The last six subjects are slow, because they start processes
         # or load models.
-        ("gguf", 350),
-        ("chat", 300),
-        ("prefix-cache", 245),
-        ("settings", 40),
-        ("aliases", 30),
-        ("template", 15),
-        ("prompt", 8),
-        ("gguf-plan", 3),
-        ("gguf-load", 3),
-        ("mlx", 3),
-        ("mlx-load", 3),
+        ("gguf", "models:Gguf", 350),
+        ("chat", "saved_files:Chat", 300),
+        ("prefix-cache", "saved_files:PrefixCacheFiles", 245),
+        ("settings", "saved_files:SettingsFile", 40),
+        ("aliases", "saved_files:Aliases", 30),
+        ("template", "template", 15),
+        ("prompt", "prompt", 8),
+        ("gguf-plan", "models:GgufPlan", 3),
+        ("gguf-load", "models:GgufLoad", 3),
+        ("mlx", "models:Mlx", 3),
+        ("mlx-load", "models:MlxLoad", 3),
     )
 )
 

@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from scripts.fuzzing.minimise import minimise
 from scripts.fuzzing.process import Limits, Outcome, WorkerProcess
 from scripts.fuzzing.worker import Files, random_for, write_files
-
-__all__ = ["Campaign", "Results", "Subject", "replay", "table"]
 
 # Seconds between saves of the state.
 _SAVE_SECONDS = 2.0
@@ -33,13 +30,13 @@ _GROWTH = "growth of memory"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A fuzz target, whose module defines `make(rng) -> Files` and `run(folder)`.
+    """A fuzz target: a module or class with the functions `make(rng) -> Files` and `run(folder)`.
 
-    `weight` is its relative number of inputs.
+    `place` is its name for `pkgutil.resolve_name`, and `weight` its relative number of inputs.
     """
 
     name: str
-    module: str
+    place: str
     weight: int
 
 
@@ -121,7 +118,7 @@ class Campaign:
         """Run the next inputs of one subject in one worker."""
         results = self.results[subject.name]
         resident: list[int] = []
-        with closing(WorkerProcess(subject.module, subject.name, self._limits)) as worker:
+        with closing(WorkerProcess(subject.place, subject.name, self._limits)) as worker:
             for _ in range(count):
                 if time.monotonic() > end:
                     break
@@ -149,7 +146,7 @@ class Campaign:
         findings[outcome.signature] = findings.get(outcome.signature, 0) + 1
         if findings[outcome.signature] > 1:
             return
-        files = dict(import_module(subject.module).make(random_for(self.seed, subject.name, number)))
+        files = dict(resolve_name(subject.place).make(random_for(self.seed, subject.name, number)))
         if outcome.signature != _GROWTH:
             files = self._minimised(subject, files, outcome)
         folder = self.folder / f"{subject.name}-{number}"
@@ -169,7 +166,7 @@ class Campaign:
 
     def _minimised(self, subject: Subject, files: Files, outcome: Outcome) -> dict[str, bytes]:
         folder = self.folder / "minimising"
-        with closing(WorkerProcess(subject.module, subject.name, self._limits)) as worker:
+        with closing(WorkerProcess(subject.place, subject.name, self._limits)) as worker:
 
             def fails(candidate: Files) -> bool:
                 write_files(folder, candidate)
@@ -194,7 +191,7 @@ class Campaign:
 def replay(folder: Path, limits: Limits | None = None) -> Outcome:
     """Rerun one finding's input and return the outcome."""
     subject = json.loads((folder / "finding.json").read_text("utf-8"))["subject"]
-    with closing(WorkerProcess(subject["module"], subject["name"], limits or Limits())) as worker:
+    with closing(WorkerProcess(subject["place"], subject["name"], limits or Limits())) as worker:
         return worker.ask(folder=str((folder / "input").absolute()))
 
 
@@ -227,3 +224,34 @@ def _growth(resident: Sequence[int]) -> int:
     return int(
         max(0.0, statistics.median(resident[-fifth:]) - statistics.median(resident[fifth : 2 * fifth]))
     )
+
+
+def minimise(files: Files, fails: Callable[[Files], bool], seconds: float) -> dict[str, bytes]:
+    """Remove files, then parts of files, as long as the input still fails.
+
+    This is delta debugging (Zeller and Hildebrandt, 2002).
+
+    Args:
+        files: The failing input.
+        fails: Returns whether an input still fails in the same way.
+        seconds: Time limit of the search.
+    """
+    end = time.monotonic() + seconds
+    smallest = dict(files)
+    for name in files:
+        rest = {other: content for other, content in smallest.items() if other != name}
+        if rest and time.monotonic() < end and fails(rest):
+            smallest = rest
+    for name in sorted(smallest, key=lambda each: -len(smallest[each])):
+        parts = 2
+        while time.monotonic() < end and parts <= 2 * len(smallest[name]):
+            content = smallest[name]
+            size = -(-len(content) // parts)
+            for start in range(0, len(content), size):
+                shorter = smallest | {name: content[:start] + content[start + size :]}
+                if time.monotonic() < end and fails(shorter):
+                    smallest, parts = shorter, max(2, parts - 1)
+                    break
+            else:
+                parts *= 2
+    return smallest

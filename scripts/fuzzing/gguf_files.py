@@ -14,8 +14,6 @@ from edgespec.model.formats.gguf_header import StringArray, read_header
 from edgespec.store.catalogue import models_folder
 from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, nasty_text, several
 
-__all__ = ["make_gguf"]
-
 # The files are small because they keep only this many tokens and this layer of the embedded draft model.
 _TOKENS, _LAYER = 600, "blk.0."
 _ALIGNMENT = 32

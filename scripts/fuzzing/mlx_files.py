@@ -10,8 +10,6 @@ from random import Random
 from edgespec.store.catalogue import models_folder
 from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, damage_json, nested_json, several
 
-__all__ = ["make_mlx"]
-
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _LENGTH = struct.Struct("<Q")
 

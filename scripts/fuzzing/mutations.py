@@ -8,8 +8,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-__all__ = ["NASTY_INTEGERS", "damage", "damage_json", "nasty_text", "nasty_value", "nested_json", "several"]
-
 NASTY_INTEGERS = (
     *(0, 1, -1, 2, 3, 7, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**32),
     *(2**63 - 1, 2**63, 2**64 - 1, 10**30, -(2**31), -(2**63)),

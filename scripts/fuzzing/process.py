@@ -20,8 +20,6 @@ import psutil
 
 from scripts.fuzzing.worker import PRODUCT
 
-__all__ = ["Limits", "Outcome", "WorkerProcess"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _CHECK_SECONDS = 0.25  # between checks of the worker's memory
 _FRAME = re.compile(rf'File "{re.escape(PRODUCT)}([\w/]+\.py)", line \d+ in (\w+)')
@@ -63,8 +61,8 @@ class Outcome:
 class WorkerProcess:
     """A worker process that starts with the first input and restarts after each failure."""
 
-    def __init__(self, module: str, subject: str, limits: Limits) -> None:
-        self._module, self._subject, self._limits = module, subject, limits
+    def __init__(self, functions: str, subject: str, limits: Limits) -> None:
+        self._functions, self._subject, self._limits = functions, subject, limits
         shared_memory = Path("/dev/shm")  # Use a RAM disk if available.
         self._folder = tempfile.TemporaryDirectory(
             prefix="edgespec-fuzz-", dir=shared_memory if shared_memory.is_dir() else None
@@ -108,7 +106,8 @@ class WorkerProcess:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         }
-        command = [sys.executable, "-m", "scripts.fuzzing.worker", self._module, self._subject, str(folder)]
+        arguments = [self._functions, self._subject, str(folder)]
+        command = [sys.executable, "-m", "scripts.fuzzing.worker", *arguments]
         with (folder / "messages").open("wb") as messages:
             self._process = subprocess.Popen(
                 command,

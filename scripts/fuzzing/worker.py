@@ -9,8 +9,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -19,8 +19,6 @@ import psutil
 
 import edgespec
 from edgespec.errors import EdgespecError
-
-__all__ = ["PRODUCT", "Files", "random_for", "write_files"]
 
 Files = Mapping[str, bytes]
 """The files of one input: their contents by path."""
@@ -43,7 +41,7 @@ def write_files(folder: Path, files: Files) -> None:
         path.write_bytes(content)
 
 
-def main(module: str, subject: str, folder: Path) -> None:
+def main(place: str, subject: str, folder: Path) -> None:
     """Answer requests from stdin until it is closed. Other output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -51,7 +49,7 @@ def main(module: str, subject: str, folder: Path) -> None:
     threading.excepthook = lambda args: failed_elsewhere.append(args.exc_value or args.exc_type())
     sys.unraisablehook = lambda args: failed_elsewhere.append(args.exc_value or args.exc_type())
     process = psutil.Process()
-    functions: Any = import_module(module)
+    functions: Any = resolve_name(place)
     answers.write('{"outcome": "started"}\n')
     answers.flush()
     for line in sys.stdin:

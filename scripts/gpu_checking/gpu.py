@@ -13,8 +13,6 @@ from typing import Literal
 
 from edgespec.system.gpus import installed_gpus
 
-__all__ = ["CheckError", "Gpu", "find_gpu", "find_nvcc", "parse_memory", "parse_names", "used_bytes"]
-
 _NVCC = "/usr/local/cuda/bin/nvcc"  # where NVIDIA's installer puts it without adding it to the PATH
 _MIB = 2**20
 

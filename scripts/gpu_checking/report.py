@@ -10,8 +10,6 @@ from pathlib import Path
 from scripts.gpu_checking.gpu import CheckError
 from scripts.gpu_checking.steps import Result
 
-__all__ = ["read_report", "to_markdown", "write_report"]
-
 
 def read_report(path: Path, machine: Mapping[str, str]) -> dict[str, Result]:
     """Return the results in a JSON report, keyed by step. Empty if there is no report.

@@ -15,19 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-__all__ = [
-    "ROOT",
-    "Result",
-    "Step",
-    "create_plan_step",
-    "create_steps",
-    "run_step",
-    "summarise_classes",
-    "summarise_plan",
-    "summarise_tests",
-    "summarise_verify",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 _MODELS = ROOT / "models"
 _REAL_MODELS = ROOT / "build" / "real-models"

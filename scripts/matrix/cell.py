@@ -19,8 +19,6 @@ from edgespec.engine.tree import TokenTree
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.system.heap import release_free_memory
 
-__all__ = ["Cell"]
-
 # Number of tokens at the end of the context that are prefilled instead of copied, and number of single-token
 # passes after them.
 _LAST_TOKENS, _STEPS = 1100, 3

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.quantise import quantise
 
-__all__ = ["KINDS", "Sizes", "write_gguf"]
-
 Tensors: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
 
 _TRAINED_TOKENS = 1 << 17

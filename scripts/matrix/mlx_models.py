@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MLX_KINDS", "write_mlx"]
-
 _ATTENTION = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
 # Settings that make these models larger than the test models.
 MLX_KINDS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from edgespec.errors import OptionError
 
-__all__ = ["GRID", "Configuration", "parse", "rotated_order", "server_flags"]
-
 # Default configurations of llama-server: plain decoding, a draft model with several draft lengths (the
 # default is 3), each n-gram method, and n-grams combined with a draft model. Most n-gram methods also run
 # with short n-grams, because short replies contain no long repetitions.

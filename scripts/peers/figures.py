@@ -11,18 +11,6 @@ from edgespec.bench.figures import geometric_mean, interval, worst
 from scripts.peers.configurations import Configuration
 from scripts.peers.replies import Run
 
-__all__ = [
-    "Comparison",
-    "MeasuredReply",
-    "Speed",
-    "Speeds",
-    "compare",
-    "count_equal",
-    "decode_speed",
-    "fastest",
-    "total_speed",
-]
-
 # Minimum number of tokens for computing a speed. In a shorter reply, a single delay would dominate the
 # result.
 _MIN_TOKENS = 4

@@ -18,15 +18,6 @@ import httpx2
 from edgespec.errors import EdgespecError
 from scripts.peers.replies import GenerationOptions, Run
 
-__all__ = [
-    "LlamaServer",
-    "binary_features",
-    "binary_version",
-    "enabled_features",
-    "request_body",
-    "run_from_answer",
-]
-
 _START_TIMEOUT_SECONDS = 300.0
 _REPLY_TIMEOUT_SECONDS = 1800.0
 _ERROR_LINE = re.compile(r"error|fail|invalid|unable|abort", re.IGNORECASE)

@@ -13,8 +13,6 @@ from edgespec.memory.budget import available_bytes
 from scripts.peers.configurations import Configuration
 from scripts.peers.replies import GenerationOptions, Run
 
-__all__ = ["Peer", "Pool"]
-
 _WARM_UP_TOKENS = 4
 # Time for a program to finish its work after a reply, before it is suspended. Chosen as a heuristic.
 _SETTLE_SECONDS = 0.02

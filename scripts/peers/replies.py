@@ -9,8 +9,6 @@ from typing import Any
 
 import edgespec
 
-__all__ = ["GenerationOptions", "Run", "TokenClock", "edgespec_reply"]
-
 
 @dataclass(frozen=True)
 class GenerationOptions:

@@ -11,9 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol, TypeAlias
 
 from edgespec.errors import EdgespecError
-from scripts.peers.replies import GenerationOptions, Run
-
-__all__ = ["EdgespecProgram", "Generate", "MlxLmProgram", "Program", "Worker"]
+from scripts.peers.replies import GenerationOptions, Run, TokenClock
 
 Generate: TypeAlias = Callable[[Sequence[int], GenerationOptions], Run]
 
@@ -67,12 +65,10 @@ class MlxLmProgram:
         import mlx.core as mx
         from mlx_lm.sample_utils import make_sampler
 
-        from scripts.bench_mlx import load_with_mlx_lm, mlx_lm_reply
-
-        model, tokenizer = load_with_mlx_lm(self.target)
+        model, tokenizer = _load_with_mlx_lm(self.target)
         drafting: dict[str, Any] = {}
         if self.draft_length is not None:
-            draft_model, _ = load_with_mlx_lm(self.draft)
+            draft_model, _ = _load_with_mlx_lm(self.draft)
             drafting = {"draft_model": draft_model, "num_draft_tokens": self.draft_length}
 
         def generate(prompt: Sequence[int], options: GenerationOptions) -> Run:
@@ -81,9 +77,35 @@ class MlxLmProgram:
             mx.random.seed(options.seed)
             sampler = make_sampler(options.temperature, options.top_p, options.min_p, top_k=options.top_k)
             arguments = {"max_tokens": options.max_tokens, "sampler": sampler, **drafting}
-            return mlx_lm_reply(model, tokenizer, list(prompt), arguments)
+            return _mlx_lm_reply(model, tokenizer, list(prompt), arguments)
 
         yield generate
+
+
+def _load_with_mlx_lm(reference: str) -> tuple[Any, Any]:
+    """Load a model and its tokenizer with mlx-lm, in float32 if MLX runs on the CPU."""
+    import mlx.core as mx
+    from mlx_lm.utils import load
+
+    from edgespec.store.reference import resolve
+
+    model, tokenizer, *_ = load(str(resolve(reference).path))
+    if mx.default_device() == mx.cpu:
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def _mlx_lm_reply(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Run:
+    from mlx_lm import stream_generate
+
+    tokens, accepted, clock = [], 0, TokenClock()
+    for chunk in stream_generate(model, tokenizer, prompt, **options):
+        clock.add(1, chunk.from_draft)
+        tokens.append(chunk.token)
+        accepted += chunk.from_draft
+    # Count passes by the target's own tokens. Each pass ends with one, unless the length limit cuts it off.
+    return clock.finish(tokens, accepted, len(tokens) - accepted + chunk.from_draft)
 
 
 class Worker:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIGURATIONS", "GROUPS", "REAL_MODELS", "Configuration"]
-
 REAL_MODELS = Path(__file__).resolve().parents[2] / "build" / "real-models"
 # Methods by the source of their drafts.
 GROUPS = {

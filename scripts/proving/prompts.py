@@ -14,8 +14,6 @@ from typing import Protocol, TypeAlias
 from edgespec.chat.message import Message
 from edgespec.losslessness.cases import Prompt
 
-__all__ = ["KINDS", "Range", "Vocabulary", "draw_prompts"]
-
 Range: TypeAlias = tuple[int, int]
 
 KINDS = ("question", "code", "story", "list", "language", "copy")

@@ -20,8 +20,6 @@ from edgespec.losslessness.verify import verify
 from scripts.proving.configurations import CONFIGURATIONS, Configuration
 from scripts.proving.prompts import Range, draw_prompts
 
-__all__ = ["TEMPERATURES", "Block", "Line", "Shards", "is_wrong", "read_lines"]
-
 TEMPERATURES = (0.0, 0.8, 1.2)
 _DRAFT_LENGTHS = (2, 3, 4, 4, 7, 7, 15)
 _TREES: tuple[tuple[int, ...] | str, ...] = ((3, 2), "auto")

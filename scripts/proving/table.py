@@ -8,8 +8,6 @@ from scripts.proving.configurations import CONFIGURATIONS, GROUPS
 from scripts.proving.prompts import KINDS
 from scripts.proving.shards import Line, is_wrong
 
-__all__ = ["is_proved", "summary", "table"]
-
 _COUNTS = ("tokens", "drafted_tokens", "accepted_tokens", "replies", "identical", "rounding", "faults")
 _HEADER = ("backend", "model", "drafts from", *(name.replace("_tokens", "") for name in _COUNTS))
 

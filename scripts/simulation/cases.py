@@ -9,8 +9,6 @@ from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.report import Case, evaluate, recovery_tokens
 from scripts.simulation.traces import Text, flips, passages, recorded, replies, stationary
 
-__all__ = ["CASES", "FLIPS", "markdown_table", "row"]
-
 RATES = (0.05, 0.3, 0.5, 0.7, 0.85, 0.95)
 _SEEDS = range(8)
 # Number of tokens after which the acceptance rate changes once.

@@ -13,8 +13,6 @@ from edgespec.methods.costs.curve import CostCurve, PassLimits
 from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from scripts.simulation.world import SimulatedModel, World
 
-__all__ = ["make_controller"]
-
 
 def make_controller(
     world: World,

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from edgespec.methods.costs.curve import CostCurve
 
-__all__ = ["MACHINES", "SimulatedMachine"]
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:

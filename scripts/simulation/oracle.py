@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.traces import Text
 
-__all__ = ["PLAIN", "Fixed", "best_fixed", "fixed_seconds"]
-
 # Longest draft length to compare.
 _MAX_DRAFT_LENGTH = 16
 

@@ -16,8 +16,6 @@ from scripts.simulation.oracle import PLAIN, best_fixed, fixed_seconds
 from scripts.simulation.traces import Text
 from scripts.simulation.world import World
 
-__all__ = ["Case", "Outcome", "evaluate", "recovery_tokens"]
-
 
 def steady(_: float) -> float:
     """Return 1, the slowdown of an undisturbed machine."""

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Text", "Trace", "flips", "passages", "recorded", "replies", "stationary", "stretches"]
-
 
 @dataclass(frozen=True, slots=True)
 class Trace:

@@ -20,8 +20,6 @@ from edgespec.methods.tree_growth import TreeGrowth
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.traces import Text, Trace
 
-__all__ = ["SimulatedModel", "World"]
-
 WORDS = 16
 
 

@@ -9,19 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import inf, sqrt
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import psutil
 
 from edgespec.chat.store import ChatStore
 from scripts.kill_terminal_chats import READY, TerminalChat
-from scripts.soaking.trend import Trend, fit
-
-__all__ = ["Soak", "report"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = (
@@ -35,6 +35,8 @@ _ANSWER_SECONDS = 120.0
 _SAMPLE_SECONDS = 10.0
 # Memory samples from the first seconds after a start are ignored, because caches are still filling.
 _WARM_UP_SECONDS = 60.0
+# Growth in MiB per hour below which memory counts as flat. Allocators never return all memory.
+_NEGLIGIBLE = 4.0
 # Relative frequency of each event. Most questions run without a disturbance.
 _EVENTS = {
     "ask": 70,
@@ -253,3 +255,44 @@ def report(soak: Soak, write: Callable[[str], None] = print) -> bool:
     for problem in [*errors, *lost][:20]:
         write(f"  {problem}")
     return not errors and not lost and trend.is_flat
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Growth in MiB per hour, and the half width of its 95 % interval."""
+
+    slope: float
+    error: float
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the growth is negligible, or not significantly greater than zero."""
+        return self.slope - self.error <= 0 or self.slope <= _NEGLIGIBLE
+
+    def __str__(self) -> str:
+        if self.error == inf:
+            return "too few samples to tell"
+        verdict = "flat" if self.is_flat else "it grows"
+        return f"{self.slope:+.2f} ± {self.error:.2f} MiB per hour: {verdict}"
+
+
+def fit(segments: Sequence[Sequence[tuple[float, float]]]) -> Trend:
+    """Fit one growth rate to the samples of all processes.
+
+    Args:
+        segments: For each process, samples of (seconds, bytes). Each process has its own intercept.
+    """
+    hours, mebibytes, levels = [], [], 0
+    for segment in segments:
+        if len(segment) > 2:
+            samples = np.array(segment, float)
+            hours.append(samples[:, 0] / 3600 - samples[:, 0].mean() / 3600)
+            mebibytes.append(samples[:, 1] / 2**20 - samples[:, 1].mean() / 2**20)
+            levels += 1
+    if not levels:
+        return Trend(0.0, inf)
+    x, y = np.concatenate(hours), np.concatenate(mebibytes)
+    spread = float((x**2).sum())
+    slope = float((x * y).sum()) / spread
+    freedom = max(1, len(x) - levels - 1)
+    return Trend(slope, 1.96 * sqrt(float(((y - slope * x) ** 2).sum()) / freedom / spread))

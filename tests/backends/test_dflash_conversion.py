@@ -15,7 +15,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.head_files import head_at
-from edgespec.store.prepared.head import prepare_head
+from edgespec.store.heads import prepare_head
 from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.model.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head

@@ -18,7 +18,7 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LoadOptions
-from edgespec.store.prepared.head import prepare_head
+from edgespec.store.heads import prepare_head
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama

@@ -27,7 +27,7 @@ from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.model_facts import ModelInfo
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.store.catalogue import models_folder
-from edgespec.store.installed import model_info, shared_token_fraction
+from edgespec.store.installed import ModelVocabulary, model_info, shared_token_fraction
 from edgespec.system.facts import Facts
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.raising import raises
@@ -146,7 +146,9 @@ def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
     for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
         assert getattr(info, name) == getattr(whole, name), name
     assert abs(info.pass_bytes / whole.pass_bytes - 1) < 0.01
-    share = shared_token_fraction((folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other"))
+    share = shared_token_fraction(
+        ModelVocabulary(folder, "layerskip", info.vocabulary), ModelVocabulary(DRAFT, "gguf", "other")
+    )
     assert share is not None
     assert 0.9 < share < 1.0  # every byte is a token of both, and the words are not
 
@@ -309,7 +311,7 @@ class TestSaved:
         assert model_info(DRAFT, "gguf") == info == read_gguf_info(DRAFT)
 
     def test_shared_tokens_are_compared_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        target, draft = (DRAFT, "gguf", "one"), (DRAFT, "gguf", "other")
+        target, draft = (ModelVocabulary(DRAFT, "gguf", digest) for digest in ("one", "other"))
         assert shared_token_fraction(target, draft) == 1.0
         monkeypatch.setattr("edgespec.store.installed._read_tokens", lambda *_: (None, None))
         assert shared_token_fraction(target, draft) == 1.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgespec.errors import ModelFileError
-from edgespec.model.formats.mlx_files import read_tensors
+from edgespec.model.heads.tensor_files import read_tensors
 from tests.raising import raises
 
 pytest.importorskip("mlx_lm")

@@ -11,7 +11,7 @@ import edgespec
 from edgespec.decode.request import ReplySettings
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
-from edgespec.loading.planning import LoadPlan, PlanRequest, plan_pair
+from edgespec.loading.planning import LoadPlan, PlanRequest, fixed_options, plan_pair
 from edgespec.memory.budget import Budget
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS, has_room_to_resize
 from edgespec.model.base import LoadOptions
@@ -36,7 +36,9 @@ def plan_for(
     options = LoadOptions(context_tokens=context, initial_context_tokens=first)
     drafting = DraftingOptions.of(**drafting_options)
     pair = find_pair(str(target), str(draft) if draft else "none", drafting, None)
-    request = PlanRequest.from_options("speed", options, str(draft) if draft else None, prefix_cache_bytes)
+    request = PlanRequest(
+        fixed_options(options, str(draft) if draft else None), prefix_cache_bytes=prefix_cache_bytes
+    )
     return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), request)
 
 

@@ -14,8 +14,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
-from edgespec.loading.heads import choose_heads, describe_choice
-from edgespec.loading.pairing import ModelPair, find_pair
+from edgespec.loading.pairing import ModelPair, choose_heads, describe_choice, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.memory.budget import Budget

@@ -18,13 +18,13 @@ from edgespec.backends.llamacpp.weight_stream import FEED_FORWARD, can_stream, s
 from edgespec.cli.program import program
 from edgespec.errors import CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.loading import constants, planning
-from edgespec.loading.prepare.substitutes import write_substitutes
+from edgespec.loading.prepare.lowbit import write_substitutes
 from edgespec.loading.streamed_blocks import prepare_substitutes
 from edgespec.methods.lowbit.drafter import SUBSTITUTES_FILE, find_substitutes
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.registry import FileFormat
-from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared
+from edgespec.store.prepared_files import PreparedModel, check_prepared
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_llama, write_mamba
 from tests.cases import first

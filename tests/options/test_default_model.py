@@ -16,9 +16,9 @@ import edgespec
 from edgespec.errors import CancelledError, ModelFileError, ModelNotFoundError
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.options.default_model import default_model, package_folder, why_toy
+from edgespec.store import prepared_builder
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.installed import find_installed
-from edgespec.store.prepared import builder
 from edgespec.store.reference import resolve
 from tests.raising import raises
 
@@ -64,7 +64,7 @@ def test_the_default_quantisation_is_made_once(installed: Path, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise AssertionError("the copy was made twice")
 
-    monkeypatch.setattr(builder, "build", fail)
+    monkeypatch.setattr(prepared_builder, "build", fail)
     assert resolve("smollm2").path == resolve("smollm2", allow_download=False).path == first.path
     (listed,) = (each for each in find_installed(include_embedded=True).models if each.reference == "smollm2")
     assert listed.path == first.path
@@ -85,8 +85,8 @@ def test_without_room_for_a_copy_the_installed_file_is_used(
     def fail(*_: object, **__: object) -> None:
         raise ModelFileError("the disk is full", "free some space")
 
-    monkeypatch.setattr(builder, "find_prepared", lambda *_: None)
-    monkeypatch.setattr(builder, "build", fail)
+    monkeypatch.setattr(prepared_builder, "find_prepared", lambda *_: None)
+    monkeypatch.setattr(prepared_builder, "build", fail)
     resolved = resolve("smollm2")
     assert resolved.path == installed
     assert "the disk is full" in resolved.note

@@ -12,9 +12,9 @@ import pytest
 
 from edgespec.system.cores import usable_cores
 from scripts import bench_busy, bench_host, bench_load, bench_tables
+from scripts.bench_load import Measurement, TimedReply, report
 from scripts.bench_tables import Model
 from scripts.peers.configurations import rotated_order
-from scripts.peers.load_figures import Measurement, TimedReply, report
 from tests.backends.tiny_models import write_llama
 from tests.scripts.running import run_script
 

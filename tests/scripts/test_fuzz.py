@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.fuzzing.__main__ import SUBJECTS
-from scripts.fuzzing.campaign import Campaign, Subject, replay, table
-from scripts.fuzzing.minimise import minimise
+from scripts.fuzzing.campaign import Campaign, Subject, minimise, replay, table
 from scripts.fuzzing.process import Limits
 from scripts.fuzzing.worker import Files, random_for
 
@@ -20,7 +19,7 @@ _QUICK = Limits(seconds=0.5)
 
 
 def planted(bug: str) -> Subject:
-    return Subject(bug, f"tests.scripts.planted.{bug}", 100)
+    return Subject(bug, f"tests.scripts.planted:{bug.capitalize()}", 100)
 
 
 def campaign_of(folder: Path, *subjects: Subject, seed: int = 0, limits: Limits | None = None) -> Campaign:
@@ -33,7 +32,7 @@ def campaign_of(folder: Path, *subjects: Subject, seed: int = 0, limits: Limits 
     [
         ("crash", "crash", "SIGABRT in unknown place", 20),
         ("hang", "hang", "hang in unknown place", 8),
-        ("traceback", "traceback", "ValueError in traceback.py, run", 20),
+        ("traceback", "traceback", "ValueError in planted.py, run", 20),
         ("leak", "memory", "growth of memory", 100),
     ],
 )
@@ -87,11 +86,11 @@ def test_a_campaign_resumes_and_drops_findings_that_are_fixed(tmp_path: Path) ->
 def test_inputs_depend_on_nothing_but_the_seed_and_the_number() -> None:
     script = """if True:
         import hashlib
-        from importlib import import_module
+        from pkgutil import resolve_name
         from scripts.fuzzing.__main__ import SUBJECTS
         from scripts.fuzzing.worker import random_for
         for subject in SUBJECTS:
-            make = import_module(subject.module).make
+            make = resolve_name(subject.place).make
             files = [sorted(make(random_for(1, subject.name, number)).items()) for number in range(5)]
             print(hashlib.sha256(repr(files).encode()).hexdigest())
     """

@@ -19,8 +19,7 @@ from scripts.peers.figures import (
     fastest,
 )
 from scripts.peers.replies import Run
-from scripts.peers.report import report
-from scripts.peers.tables import comparison_table
+from scripts.peers.tables import comparison_table, report
 
 EDGESPEC, SERVER, SERVER_WITH_DRAFT = (
     Configuration("edgespec", "none"),

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from scripts.soaking import soak as soaking
-from scripts.soaking.soak import Soak, report
-from scripts.soaking.trend import fit
+from scripts.soaking.soak import Soak, fit, report
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and pseudo-terminals are POSIX")
 

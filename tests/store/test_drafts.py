@@ -394,7 +394,7 @@ def pair(tmp_path: Path) -> tuple[LocalModel, LocalModel]:
     paths = tmp_path / "target.gguf", tmp_path / "draft.gguf"
     for path in paths:
         path.write_bytes((models_folder() / "demo-draft-q8_0.gguf").read_bytes())
-    return (paths[0], "gguf"), (paths[1], "gguf")
+    return resolve(str(paths[0])), resolve(str(paths[1]))
 
 
 def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[LocalModel, LocalModel]) -> None:
@@ -408,7 +408,7 @@ def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[LocalModel, Lo
     record.save()
     assert measured_acceptance_rate(*pair) == 0.5
     assert measured_acceptance_rate(pair[1], pair[0]) is None
-    os.utime(pair[1][0], (1, 1))
+    os.utime(pair[1].path, (1, 1))
     assert measured_acceptance_rate(*pair) is None
     assert edgespec.delete_data("learned") > 0
     assert not saved_facts("acceptance")
@@ -423,7 +423,7 @@ def test_the_history_favours_recent_replies(pair: tuple[LocalModel, LocalModel])
     record = AcceptanceRecorder(one, other)
     record.count(2000, 500)  # This count is saved before the run ends.
     assert measured_acceptance_rate(one, other) == 0.25
-    one[0].unlink()
+    one.path.unlink()
     record.count(500, 5)
     record.save()
     assert measured_acceptance_rate(one, other) is None
@@ -460,8 +460,7 @@ def test_auto_uses_measured_acceptance_rates(own_home: Path) -> None:
     why = choose_draft(target).reason
     assert f"(measured: {true / guesses:.0%} of its drafted tokens are accepted)" in why
     # A draft model with a very low acceptance rate is no longer chosen.
-    path = folder / "Small-GGUF" / "Small.gguf"
-    add_acceptance((target.path, "gguf"), (path, "gguf"), 15_000, 0)
+    add_acceptance(target, resolve("maker/Small-GGUF", allow_download=False), 15_000, 0)
     choice = choose_draft(target)
     assert choice.draft is None
     assert "is expected to make" in choice.reason

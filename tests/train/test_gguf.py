@@ -23,7 +23,7 @@ from edgespec.model.drafter_training import TrainingBatch
 from edgespec.model.formats.head_files import head_at
 from edgespec.model.hidden_states import HeadModel
 from edgespec.store.catalogue import models_folder
-from edgespec.store.prepared.head import needs_conversion, prepare_head
+from edgespec.store.heads import needs_conversion, prepare_head
 from edgespec.system.files import file_state
 from edgespec.train import TrainingSettings, TrainingTarget, load_target, train_drafter
 from tests.backends.tiny_models import write_llama

@@ -326,7 +326,7 @@ def test_the_licence_of_a_gated_model_must_be_accepted_first(is_gated: bool) -> 
 # Parts of the package whose texts the chat never shows, because only other commands or Python use them.
 NOT_IN_CHAT = re.compile(
     r"(bench/(?!race\.py)|cli/|losslessness/|server/|train/|loading/(prepare/|recommendation|streamed_blocks)"
-    r"|store/prepared/|cluster/(weight_cache|worker_server)|backends/(llamacpp/quantise|mlx/draft_trainer)"
+    r"|store/prepared_|cluster/(weight_cache|worker_server)|backends/(llamacpp/quantise|mlx/draft_trainer)"
     r"|options/(reply_options|settings)|methods/\w+/__init__|chat/prompt|system/installation|tui/browser)"
 )
 # Commands of other programs, and edgespec commands without a counterpart in the chat. They work in another

@@ -19,11 +19,11 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_files import (
     missing_files,
     read_json_object,
-    read_tensors,
     readable_folder,
     weight_files,
 )
 from edgespec.model.formats.mlx_metadata import trained_context
+from edgespec.model.heads.tensor_files import read_tensors
 from edgespec.model.memory_estimate import check_weights_fit, requested_context
 
 if TYPE_CHECKING:

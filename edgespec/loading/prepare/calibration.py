@@ -9,8 +9,6 @@ from edgespec.chat.template import ChatTemplate
 from edgespec.errors import TemplateError
 from edgespec.model.base import Vocabulary
 
-__all__ = ["calibration_prompt"]
-
 _PROMPT = (
     "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
     " two sentences how it works. Then list three ways in which it could fail, such as a file that is not"

@@ -9,9 +9,7 @@ from edgespec.errors import OptionError
 from edgespec.loading.prepare.gguf_parts import GgufParts
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
-from edgespec.store.prepared.builder import require_folder, write_conversion
-
-__all__ = ["prepare_draft"]
+from edgespec.store.prepared_builder import require_folder, write_conversion
 
 
 def prepare_draft(folder: Path, target: Path, output: Path) -> int:

@@ -16,8 +16,6 @@ from edgespec.model.base import Progress
 from edgespec.model.formats import layerskip_files
 from edgespec.system.disks import explain_write_errors
 
-__all__ = ["GgufParts", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
-
 Metadata: TypeAlias = dict[str, tuple[Any, Any, Any]]
 """Maps each key to its value, the type of the value, and the type of its elements."""
 Tensors: TypeAlias = dict[str, Any]

@@ -29,10 +29,8 @@ from edgespec.model.formats import layerskip_files
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
-from edgespec.store.prepared.builder import BuildFolder, build, interrupted_settings
-from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, find_prepared
-
-__all__ = ["measure_exits", "measured_exit", "prepare_layerskip"]
+from edgespec.store.prepared_builder import BuildFolder, build, interrupted_settings
+from edgespec.store.prepared_files import PreparedModel, check_prepared, find_prepared
 
 _TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8

@@ -1,20 +1,22 @@
-"""Prepare a low-bit copy of a GGUF model, which drafts using the target's own KV cache (QSpec)."""
+"""Prepare low-bit copies of a GGUF model, or of the blocks that it streams (QSpec, SubSpec)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.methods.lowbit.drafter import COPY_FILE, can_save_time, find_lowbit, is_valid
+from edgespec.methods.lowbit.substitutes import KIND, SUBSTITUTES_FILE, Substitutes
 from edgespec.model.base import Progress
+from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
-from edgespec.store.prepared.builder import BuildFolder, build
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_builder import BuildFolder, build
+from edgespec.store.prepared_files import (
     PreparedModel,
     check_prepared,
     model_files,
@@ -24,16 +26,17 @@ from edgespec.system.files import error_reason, format_bytes, write_advice
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.quantise import QuantisedSize
-
-__all__ = ["DEFAULT_TYPE", "prepare_lowbit"]
+    from edgespec.loading.prepare.gguf_parts import GgufParts, Tensors
 
 DEFAULT_TYPE = "Q4_0"
 # Name of the temporary file that contains both parts of a split model.
 _MERGED = "whole.gguf"
 # The type with the fewest bits that does not need an importance matrix.
 _SMALLEST_TYPE = "Q2_K"
-# Extra disk space in bytes for the header of the low-bit copy.
-_HEADER_BYTES = 1 << 20
+# Extra disk space in bytes for the header of a low-bit copy, and for the headers of both files with blocks.
+_HEADER_BYTES, _BLOCK_HEADER_BYTES = 1 << 20, 32 << 20
+# Name of the temporary file that contains the blocks before they are quantised.
+_BLOCKS = "blocks.gguf"
 
 
 def prepare_lowbit(
@@ -101,20 +104,9 @@ def prepare_lowbit(
 
 
 def _size(path: Path, type_name: str) -> QuantisedSize:
-    from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
-
-    try:
-        with TemporaryDirectory() as folder, _single_file(path, Path(folder), header_only=True) as header:
-            size = quantised_size(header, type_name)
-            smallest = quantised_size(header, _SMALLEST_TYPE)
-    except OSError as error:
-        raise ModelFileError(
-            f"a temporary file for {path} cannot be written: {error_reason(error)}",
-            write_advice(error, Path(gettempdir()), "TMPDIR"),
-            code="file_not_written",
-        ) from error
-    if size.needs_importance_matrix:
-        raise importance_matrix_error(type_name)
+    with _temporary_folder() as folder, _single_file(path, folder, header_only=True) as header:
+        size = _quantised_size(header, type_name)
+        smallest = _quantised_size(header, _SMALLEST_TYPE)
     advice = (
         f"choose a lower-bit --type, such as {_SMALLEST_TYPE}"
         if can_save_time(smallest.copy_bytes, smallest.source_bytes)
@@ -145,3 +137,126 @@ def _single_file(
     from edgespec.loading.prepare.gguf_parts import merged_file
 
     return merged_file(source, folder / _MERGED, progress, header_only=header_only)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Yield a temporary folder. Errors from writing to it become ModelFileErrors."""
+    try:
+        with TemporaryDirectory() as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise ModelFileError(
+            f"a temporary file cannot be written: {error_reason(error)}",
+            write_advice(error, Path(gettempdir()), "TMPDIR"),
+            code="file_not_written",
+        ) from error
+
+
+def _quantised_size(header: Path, type_name: str) -> QuantisedSize:
+    """Return the size of a quantised copy. Raises CapabilityError if the type needs an importance matrix."""
+    from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
+
+    size = quantised_size(header, type_name)
+    if size.needs_importance_matrix:
+        raise importance_matrix_error(type_name)
+    return size
+
+
+def write_substitutes(
+    path: Path,
+    layers: Sequence[int],
+    facts: Mapping[str, Any],
+    type_name: str,
+    *,
+    to: Path | None = None,
+    progress: Progress | None = None,
+) -> PreparedModel:
+    """Write low-bit copies of the feed-forward weights of some layers, or return existing valid copies.
+
+    Args:
+        path: A GGUF file.
+        layers: Indices of the layers.
+        facts: Additional facts about the copies.
+        type_name: Quantisation type for the copies, such as Q4_0.
+        to: Folder to create. Defaults to a folder in the store.
+        progress: Reports progress while reading and writing.
+
+    Returns:
+        The copies. Besides `facts`, their facts are `type`, `streamed_bytes`, `weight_bytes` and
+        `layer_bytes`.
+
+    Raises:
+        ModelFileError: The model cannot be read, or there is not enough disk space.
+        OptionError, CancelledError: See `build`.
+        BackendError: llama.cpp failed.
+    """
+    from edgespec.backends.llamacpp.quantise import quantise
+    from edgespec.backends.llamacpp.substitutes import substitute_bytes
+    from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
+
+    model = GgufParts(gguf_files(path))
+    blocks = _blocks(model, layers)
+    streamed_bytes = sum(int(tensor.n_bytes) for tensor in blocks.values())
+
+    def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
+        def write_copies(file: Path) -> None:
+            source = build_folder.folder / _BLOCKS
+            try:
+                write_gguf(source, model.architecture, _metadata(model), blocks, progress)
+                quantise(source, file, type_name, progress)
+            finally:
+                source.unlink(missing_ok=True)
+
+        sizes = substitute_bytes(build_folder.file(SUBSTITUTES_FILE, write_copies))
+        return {
+            **facts,
+            "type": type_name,
+            "streamed_bytes": streamed_bytes,
+            "weight_bytes": sum(sizes.values()),
+            "layer_bytes": {str(layer): size for layer, size in sizes.items()},
+        }
+
+    settings = {"type": type_name, "layers": ",".join(map(str, layers))}
+    needed_bytes = 2 * streamed_bytes + _BLOCK_HEADER_BYTES
+    return build(KIND, path, settings, write_files, needed_bytes=needed_bytes, to=to, progress=progress)
+
+
+def estimate_substitutes(path: Path, layers: Sequence[int], type_name: str) -> Substitutes:
+    """Estimate the sizes of the layers' low-bit copies by extrapolating from the first layer's copy.
+
+    Raises:
+        OptionError: A copy would not be smaller.
+        CapabilityError: The type needs an importance matrix.
+    """
+    from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
+
+    model = GgufParts(gguf_files(path))
+    first = _blocks(model, layers[:1])
+    with _temporary_folder() as folder:
+        header = folder / _BLOCKS
+        write_gguf(header, model.architecture, _metadata(model), first, header_only=True)
+        size = _quantised_size(header, type_name)
+    if size.copy_bytes >= size.source_bytes:
+        raise OptionError(
+            f"{type_name} copies of the model's layers would be no smaller than the layers themselves",
+            "choose a lower-bit --type, or another method",
+        )
+    share = size.copy_bytes / _elements(first)
+    return Substitutes(Path(), {layer: int(share * _elements(_blocks(model, [layer]))) for layer in layers})
+
+
+def _elements(tensors: Tensors) -> int:
+    return sum(int(tensor.n_elements) for tensor in tensors.values())
+
+
+def _blocks(model: GgufParts, layers: Sequence[int]) -> Tensors:
+    """Return the feed-forward weights of the given layers, keyed by name."""
+    from edgespec.backends.llamacpp.weight_stream import FEED_FORWARD
+
+    found = ((name, FEED_FORWARD.fullmatch(name)) for name in model.tensors)
+    return {name: model.tensors[name] for name, match in found if match and int(match[1]) in layers}
+
+
+def _metadata(model: GgufParts) -> Any:
+    return model.metadata(0, model.layer_count)

@@ -17,7 +17,7 @@ from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_n
 from edgespec.methods.costs.curve import CostFunction, assumed_cost
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import EarlyExit, LanguageModel
-from edgespec.store.prepared.prepared_files import check_prepared, find_prepared, read_prepared
+from edgespec.store.prepared_files import check_prepared, find_prepared, read_prepared
 from edgespec.store.reference import Resolved
 
 __all__ = [

@@ -15,7 +15,7 @@ from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_n
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
 from edgespec.store.constants import MAX_ASSUMED_RATE
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     PreparedModel,
     absolute_path,
     check_prepared,

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from edgespec.errors import shorten
 from edgespec.model.formats.gguf_header import GgufHeader
 
-__all__ = ["Refusal", "explain_refusal", "foreign_part", "why_doubtful"]
-
 # Maps name prefixes of tensors outside the language model to the components that they belong to. llama.cpp
 # loads these tensors from a separate file (mmproj). Ollama stores them in the model's own file, for its own
 # engine.
@@ -59,59 +57,49 @@ class Refusal(NamedTuple):
     next_step: str
 
 
-class _Pattern(NamedTuple):
-    """A llama.cpp message pattern and its meaning. `{0}`, `{1}` and so on stand for the captured groups."""
-
-    message: re.Pattern[str]
-    what: str
-    next_step: str
-
-
-# llama.cpp's messages about files that are complete but not in the form that it expects.
-_REFUSALS = tuple(
-    _Pattern(re.compile(message), what, next_step)
-    for message, what, next_step in (
-        (
-            r"unknown model architecture: '([^']*)'",
-            "has the architecture '{0}', which the installed llama.cpp does not support",
-            _UPDATE,
-        ),
-        (
-            r"unknown pre-tokenizer type: '([^']*)'",
-            "has a tokenizer of the type '{0}', which the installed llama.cpp does not support",
-            _UPDATE,
-        ),
-        (
-            r"wrong number of tensors; expected (\d+), got (\d+)",
-            "has {0} tensors, but its architecture '{architecture}' uses only {1} of them{extra}",
-            _OTHER_VERSION,
-        ),
-        (
-            r"(?:missing tensor '|tensor '(?=[^']*' not found))([^']*)'",
-            "lacks the tensor '{0}', which its architecture '{architecture}' needs",
-            _OTHER_VERSION,
-        ),
-        (
-            r"tensor '([^']*)' has wrong shape; expected ([\d, ]+), got ([\d, ]+)",
-            "has a tensor '{0}' of shape {2}, but its metadata requires the shape {1}",
-            _OTHER_VERSION,
-        ),
-        (
-            r"key not found in model: (\S+)",
-            "lacks the setting '{0}', which its architecture '{architecture}' needs",
-            _OTHER_VERSION,
-        ),
-        (
-            r"(?:key |error loading model hyperparameters: )(\S+) has wrong (array length|type) ?([^;]*)",
-            "has a setting '{0}' with a wrong {1}",
-            _OTHER_VERSION,
-        ),
-        (
-            r"tensor '([^']*)' has invalid ggml type (\d+)",
-            "has a tensor '{0}' of the type {1}, which the installed llama.cpp does not support",
-            _UPDATE,
-        ),
-    )
+# llama.cpp's messages about files that are complete but not in the form that it expects: a pattern of the
+# message, what it means, and what the user can do. `{0}`, `{1}` and so on stand for the captured groups.
+_REFUSALS = (
+    (
+        r"unknown model architecture: '([^']*)'",
+        "has the architecture '{0}', which the installed llama.cpp does not support",
+        _UPDATE,
+    ),
+    (
+        r"unknown pre-tokenizer type: '([^']*)'",
+        "has a tokenizer of the type '{0}', which the installed llama.cpp does not support",
+        _UPDATE,
+    ),
+    (
+        r"wrong number of tensors; expected (\d+), got (\d+)",
+        "has {0} tensors, but its architecture '{architecture}' uses only {1} of them{extra}",
+        _OTHER_VERSION,
+    ),
+    (
+        r"(?:missing tensor '|tensor '(?=[^']*' not found))([^']*)'",
+        "lacks the tensor '{0}', which its architecture '{architecture}' needs",
+        _OTHER_VERSION,
+    ),
+    (
+        r"tensor '([^']*)' has wrong shape; expected ([\d, ]+), got ([\d, ]+)",
+        "has a tensor '{0}' of shape {2}, but its metadata requires the shape {1}",
+        _OTHER_VERSION,
+    ),
+    (
+        r"key not found in model: (\S+)",
+        "lacks the setting '{0}', which its architecture '{architecture}' needs",
+        _OTHER_VERSION,
+    ),
+    (
+        r"(?:key |error loading model hyperparameters: )(\S+) has wrong (array length|type) ?([^;]*)",
+        "has a setting '{0}' with a wrong {1}",
+        _OTHER_VERSION,
+    ),
+    (
+        r"tensor '([^']*)' has invalid ggml type (\d+)",
+        "has a tensor '{0}' of the type {1}, which the installed llama.cpp does not support",
+        _UPDATE,
+    ),
 )
 
 
@@ -122,16 +110,17 @@ def explain_refusal(log: str, headers: Sequence[GgufHeader]) -> Refusal | None:
         log: The messages that llama.cpp logged.
         headers: The headers of the model's files.
     """
-    for pattern in _REFUSALS:
-        if match := pattern.message.search(log):
-            break
-    else:
+    found = ((re.search(message, log), what, next_step) for message, what, next_step in _REFUSALS)
+    match, what, next_step = next((each for each in found if each[0]), (None, "", ""))
+    if match is None:
         return None
     architecture = headers[0].architecture if headers else ""
     names = [tensor.name for header in headers for tensor in header.tensors]
     if part := foreign_part(names):
-        what = f"contains {part}, like files made for Ollama's own engine, so llama.cpp cannot load it"
-        return Refusal(what, _OTHER_VERSION)
+        return Refusal(
+            f"contains {part}, like files made for Ollama's own engine, so llama.cpp cannot load it",
+            _OTHER_VERSION,
+        )
     if architecture in _OLLAMA_ARCHITECTURES:
         return Refusal(
             f"has the architecture '{architecture}', which only Ollama's own engine supports", _OTHER_VERSION
@@ -139,7 +128,7 @@ def explain_refusal(log: str, headers: Sequence[GgufHeader]) -> Refusal | None:
     unused = _unused_tensors(architecture, names)
     extra = f"; for example, it does not use {unused[0]}" if unused else ""
     groups = [shorten(group.strip()) for group in match.groups()]
-    return Refusal(pattern.what.format(*groups, architecture=architecture, extra=extra), pattern.next_step)
+    return Refusal(what.format(*groups, architecture=architecture, extra=extra), next_step)
 
 
 def foreign_part(tensor_names: Sequence[str]) -> str:

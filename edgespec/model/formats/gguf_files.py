@@ -16,9 +16,7 @@ from typing import Literal, NamedTuple
 from edgespec.errors import ModelFileError
 from edgespec.model.formats.gguf_header import GgufTensor, describe_start, read_header
 from edgespec.model.model_facts import Adapter
-from edgespec.system.files import regular_file_bytes
-
-__all__ = ["check_gguf_adapters", "gguf_files", "named_gguf_files", "tensor_size"]
+from edgespec.system.files import reading_model_files, regular_file_bytes
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 # Suffixes that browsers and file managers add to the name of a duplicate file.
@@ -70,16 +68,10 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
     Raises:
         ModelFileError: The file cannot be read, or is not a GGUF file.
     """
-    try:
+    with reading_model_files(path):
         regular_file_bytes(path)
         with path.open("rb") as stream:
             start = stream.read(_SHOWN_BYTES)
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror or error}",
-            "check the path",
-            code="model_file_unreadable",
-        ) from error
     if start.startswith(b"version https://"):
         raise ModelFileError(
             f"{path} is a Git LFS pointer, not the {content}",

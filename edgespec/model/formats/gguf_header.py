@@ -15,18 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelFileError, shorten
-
-__all__ = [
-    "GgufHeader",
-    "GgufTensor",
-    "StringArray",
-    "TruncatedHeader",
-    "describe_start",
-    "parse_header",
-    "read_general",
-    "read_header",
-    "write_header",
-]
+from edgespec.system.files import reading_model_files
 
 # Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
 # MiB, because they contain the vocabulary.
@@ -139,7 +128,7 @@ def describe_start(data: bytes) -> str:
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file. Raises ModelFileError if the file is unreadable or damaged."""
     try:
-        with path.open("rb") as file:
+        with reading_model_files(path), path.open("rb") as file:
             data, size = b"", _FIRST_READ_BYTES
             while True:
                 data += file.read(size - len(data))
@@ -149,12 +138,6 @@ def read_header(path: Path) -> GgufHeader:
                     if len(data) < size or size >= _MAX_READ_BYTES:
                         raise
                     size *= 8
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror or error}",
-            "check the path",
-            code="model_file_unreadable",
-        ) from error
     except ValueError as error:
         raise ModelFileError(
             f"{path} is not a complete GGUF file: {shorten(error)}", "download it again"

@@ -13,19 +13,11 @@ from edgespec.errors import ModelFileError
 from edgespec.model.formats.file_quirks import why_doubtful
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import GgufHeader, GgufTensor, read_header
+from edgespec.model.formats.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 from edgespec.model.model_facts import ModelInfo, ModelKind, OutputLayer, PassWeights
 from edgespec.model.token_list import tokens_of_header
 from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
-
-__all__ = [
-    "file_type_name",
-    "read_gguf_info",
-    "read_pass_weights",
-    "read_split_info",
-    "split_metadata_file",
-    "tensor_bytes",
-]
 
 # llama.cpp architectures that compute embeddings instead of generating text.
 _EMBEDDING = (
@@ -89,20 +81,10 @@ def read_split_info(folder: Path) -> ModelInfo:
     Raises:
         ModelFileError: A file is missing or damaged.
     """
-    # Import this only when needed, because it loads the llama.cpp backend.
-    from edgespec.model.formats.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
-
     info = _of_parts([folder / name for name in FILES])
     # Each file describes only its own layers, so add up the KV cache sizes of the lower and the upper layers.
     kv_bytes = sum(_kv_bytes(read_header(folder / first)) for first in (LOWER_FIRST, UPPER_FIRST))
     return replace(info, kv_bytes=kv_bytes)
-
-
-def split_metadata_file(folder: Path) -> Path:
-    """Return the file in a prepared model's folder that holds the metadata and vocabulary."""
-    from edgespec.model.formats.layerskip_files import LOWER_FIRST
-
-    return folder / LOWER_FIRST
 
 
 def _of_parts(parts: Sequence[Path]) -> ModelInfo:

@@ -12,8 +12,6 @@ from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import format_at
 from edgespec.options.methods import Method, head_kinds
 
-__all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]
-
 # Maps head architectures that work with only one target architecture to that architecture.
 _TARGETS = {"gemma4-assistant": "gemma4"}
 

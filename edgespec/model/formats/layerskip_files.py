@@ -1,18 +1,5 @@
 """File names and metadata keys of models split for LayerSkip."""
 
-__all__ = [
-    "DESCRIPTION_KEY",
-    "FILES",
-    "LOWER",
-    "LOWER_FIRST",
-    "PARAMETERS_KEY",
-    "PARTS",
-    "SHARED",
-    "SHARED_BYTES_KEY",
-    "UPPER",
-    "UPPER_FIRST",
-]
-
 # The weight files of a split model: tensors used by both parts, the lower layers, and the upper layers.
 SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
 # Files with the metadata of a split model's lower and upper parts. They contain no weights.

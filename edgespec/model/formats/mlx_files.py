@@ -11,37 +11,15 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.errors import BackendMissingError, ModelFileError, OptionError, shorten
 from edgespec.model.heads.residual_layout import residual_head_method
+from edgespec.model.heads.tensor_files import read_tensors
 from edgespec.model.model_facts import Adapter
-from edgespec.system.files import read_regular_file, regular_file_bytes
+from edgespec.system.files import read_regular_file, reading_model_files
 from edgespec.system.installation import setup_command
 
-__all__ = [
-    "MAX_JSON_BYTES",
-    "TOKENIZERS",
-    "WEIGHTS",
-    "WEIGHTS_INDEX",
-    "TensorHeader",
-    "check_mlx_adapters",
-    "head_weights",
-    "is_complete_without_config",
-    "is_weights",
-    "missing_among",
-    "missing_files",
-    "missing_from_head",
-    "mlx_installed",
-    "read_json_object",
-    "read_tensors",
-    "readable_folder",
-    "require_mlx",
-    "weight_files",
-]
-
-# Maximum size of a safetensors header in bytes. The safetensors library has the same limit.
-_MAX_HEADER_BYTES = 100 * 2**20
 # Maximum size of a model's JSON file in bytes. The largest tokenizer files are about 35 MB.
 MAX_JSON_BYTES = 1 << 28
 # File name pattern of the weights that mlx-lm loads.
@@ -228,15 +206,12 @@ def head_weights(names: Iterable[str]) -> list[str]:
 
 def _index(path: Path) -> dict[str, str]:
     """Map each tensor name to its file, as listed in an index of weight files."""
-    try:
-        weights = json.loads(read_regular_file(path, MAX_JSON_BYTES))["weight_map"]
-        return {str(tensor): str(file) for tensor, file in weights.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    weights = read_json_object(path).get("weight_map")
+    if not isinstance(weights, dict):
         raise ModelFileError(
-            f"{path}, which lists the model's weight files, is damaged or unreadable"
-            f" ({type(error).__name__})",
-            "download the model again",
-        ) from error
+            f"{path}, which lists the model's weight files, is damaged", "download the model again"
+        )
+    return {str(tensor): str(file) for tensor, file in weights.items()}
 
 
 @contextmanager
@@ -272,74 +247,13 @@ def _begins_with_mark(file: Path) -> bool:
         return stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
-class TensorHeader(NamedTuple):
-    """The shape, safetensors data type (such as `BF16`) and size of a tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ModelFileError if the file cannot be read or is invalid."""
     try:
-        value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror}",
-            "download the model again",
-            code="model_file_unreadable",
-        ) from error
+        with reading_model_files(path):
+            value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON: {shorten(error)}", "download it again") from error
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} does not contain a JSON object", "download it again")
     return value
-
-
-def read_tensors(file: Path) -> dict[str, TensorHeader]:
-    """Return the tensors in a safetensors file, keyed by name.
-
-    Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
-    itself in JSON format, which contains the byte range of every tensor.
-
-    Raises:
-        ModelFileError: The file cannot be read, or it is damaged or truncated.
-    """
-    try:
-        size_bytes = regular_file_bytes(file)
-        with file.open("rb") as stream:
-            begin = stream.read(8)
-            if begin.startswith(b"version "):
-                raise ModelFileError(
-                    f"{file} is a Git LFS pointer, not the weights",
-                    "run `git lfs pull`",
-                    code="model_file_incomplete",
-                )
-            length = int.from_bytes(begin, "little")
-            if len(begin) < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
-                raise ModelFileError(
-                    f"{file} is truncated or not a safetensors file ({size_bytes:,} bytes)",
-                    "download it again",
-                )
-            header = json.loads(stream.read(length))
-        tensors, needed_bytes = {}, 0
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin_offset, end_offset = entry["data_offsets"]
-                needed_bytes = max(needed_bytes, 8 + length + end_offset)
-                shape = tuple(int(size) for size in entry["shape"])
-                tensors[name] = TensorHeader(shape, str(entry["dtype"]), end_offset - begin_offset)
-    except OSError as error:
-        raise ModelFileError(
-            f"{file} cannot be read: {error.strerror}", "download it again", code="model_file_unreadable"
-        ) from error
-    except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(
-            f"the header of {file} is damaged: {shorten(error)}", "download it again"
-        ) from error
-    if needed_bytes > size_bytes:
-        raise ModelFileError(
-            f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
-        )
-    return tensors

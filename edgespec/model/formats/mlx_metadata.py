@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import ChainMap
 from collections.abc import Mapping
@@ -12,24 +11,19 @@ from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.model.formats.mlx_files import (
-    MAX_JSON_BYTES,
-    TensorHeader,
     head_weights,
     is_complete_without_config,
     read_json_object,
-    read_tensors,
     weight_files,
 )
 from edgespec.model.heads.eagle_files import eagle_kind
 from edgespec.model.heads.mtp_files import mtp_files
-from edgespec.model.heads.tensor_files import read_folder_tensors
+from edgespec.model.heads.tensor_files import TensorHeader, read_folder_tensors, read_tensors
 from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.token_list import tokens_of_folder
 from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
-from edgespec.system.files import read_regular_file, regular_file_bytes
-
-__all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
+from edgespec.system.files import reading_model_files, regular_file_bytes
 
 # Suffixes of the architecture names of models that generate text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -109,14 +103,10 @@ def read_head_info(folder: Path) -> ModelInfo:
     Raises:
         ModelFileError: The files are missing or damaged.
     """
-    try:
+    with reading_model_files(folder):
         names = [file.name for file in folder.iterdir() if file.is_file()]
         weights = head_weights(names)
         size_bytes = sum((folder / name).stat().st_size for name in weights)
-    except OSError as error:
-        raise ModelFileError(
-            f"{folder} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
-        ) from error
     needs_config = "config.json" in names or not is_complete_without_config(weights)
     whole = read_json_object(folder / "config.json") if needs_config else {}
     config = language_config(whole)
@@ -274,11 +264,9 @@ def _name(config: Mapping[str, Any], folder: Path) -> str:
 def _has_template(folder: Path) -> bool:
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    try:
-        settings = json.loads(read_regular_file(folder / "tokenizer_config.json", MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    with suppress(ModelFileError):
+        return bool(read_json_object(folder / "tokenizer_config.json").get("chat_template"))
+    return False
 
 
 def _sampling(folder: Path) -> dict[str, float]:

@@ -10,8 +10,6 @@ from edgespec.model.formats.gguf_header import GgufHeader, read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
 from edgespec.model.memory_estimate import GPU, MEMORY, MemoryEstimate, MemoryPart
 
-__all__ = ["Projector", "estimate_projector", "read_projector"]
-
 # Projectors whose image tokens depend on the text before the image in the prompt.
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13

@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError, shorten
 from edgespec.model.heads.eagle_files import target_ids
-from edgespec.model.heads.layer_config import LayerConfig, layer_settings, read_config
+from edgespec.model.heads.layer_config import (
+    LayerConfig,
+    Shapes,
+    check_tensors,
+    layer_settings,
+    read_config,
+    unsupported_head,
+)
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
-
-__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "DFlashFiles", "read_dflash"]
 
 # Tensors to ignore: `t2d` is redundant with `d2t`, the rotary frequencies follow from the configuration, and
 # the confidence head is unused because edgespec chooses the draft length from measured acceptance.
@@ -155,7 +159,7 @@ def read_dflash(folder: Path) -> DFlashFiles:
         for name, tensor in read_folder_tensors(folder).items()
         if not _IGNORED.fullmatch(name)
     }
-    try:
+    with unsupported_head(folder, "a DFlash or DSpark head"):
         config = parse_dflash_config(settings)
         offsets = tensors.pop("d2t", None)
         ids = None if offsets is None else target_ids(offsets, config.vocab_size)
@@ -163,13 +167,6 @@ def read_dflash(folder: Path) -> DFlashFiles:
         if ids is None:
             tensors.pop("lm_head.weight", None)
         _check_tensors(config, tensors, ids)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        what = f"the setting {error} is missing" if isinstance(error, KeyError) else shorten(error)
-        raise ModelFileError(
-            f"{folder} is not a DFlash or DSpark head that edgespec supports: {what}",
-            "choose a folder with the config.json and weights of a DFlash or DSpark head",
-            code="model_file_not_supported",
-        ) from error
     return DFlashFiles(config, tensors, ids)
 
 
@@ -178,7 +175,7 @@ def _check_tensors(
 ) -> None:
     """Raise ValueError if a tensor is missing or unknown, or if its shape contradicts the configuration."""
     size, queries, keys = config.size, config.heads * config.head_size, config.kv_heads * config.head_size
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "fc.weight": (size, len(config.states) * size),
         "hidden_norm.weight": (size,),
         "norm.weight": (size,),
@@ -208,12 +205,4 @@ def _check_tensors(
         shapes["markov_head.markov_w2.weight"] = (draft_vocab, config.markov_rank)
     if any(name.startswith(_SELECTOR) for name in tensors):
         raise ValueError("a DFlash 2 head must be a GGUF file, as made by llama.cpp's convert_hf_to_gguf.py")
-    if missing := shapes.keys() - tensors.keys():
-        raise ValueError(f"the tensor {min(missing)} is missing")
-    for name, tensor in tensors.items():
-        if name not in shapes:
-            raise ValueError(f"the tensor {name} does not belong in this type of head")
-        if tensor.shape != shapes[name]:
-            raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shapes[name]}")
-        if not tensor.is_floating:
-            raise ValueError(f"the tensor {name} has type {tensor.dtype}, which is not a floating-point type")
+    check_tensors(tensors, shapes, {})

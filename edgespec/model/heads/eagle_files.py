@@ -18,11 +18,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError, shorten
-from edgespec.model.heads.layer_config import LayerConfig, layer_settings, read_config
+from edgespec.model.heads.layer_config import (
+    LayerConfig,
+    Shapes,
+    check_tensors,
+    layer_settings,
+    read_config,
+    unsupported_head,
+)
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
-
-__all__ = ["EagleConfig", "EagleFiles", "eagle_kind", "parse_config", "read_eagle", "target_ids"]
 
 # Tensor name prefixes that differ between layouts.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
@@ -161,18 +165,11 @@ def read_eagle(folder: Path) -> EagleFiles:
         for name, tensor in read_folder_tensors(folder).items()
         if not _IGNORED.fullmatch(name)
     }
-    try:
+    with unsupported_head(folder, "an EAGLE head"):
         offsets = tensors.pop("d2t", None)
         config = parse_config(settings, _version(tensors))
         ids = None if offsets is None else target_ids(offsets, config.vocab_size)
         _check_tensors(config, tensors, config.vocab_size if ids is None else len(ids))
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        what = f"the setting {error} is missing" if isinstance(error, KeyError) else shorten(error)
-        raise ModelFileError(
-            f"{folder} is not an EAGLE head that edgespec supports: {what}",
-            "choose a folder with the config.json and weights of an EAGLE head",
-            code="model_file_not_supported",
-        ) from error
     return EagleFiles(config, tensors, ids)
 
 
@@ -203,16 +200,7 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], dra
     if config.version == 1 and draft_vocab != config.vocab_size:
         raise ValueError("the head has a tensor d2t, but no LM head of its own")
     needed, optional = _shapes(config, tensors, draft_vocab)
-    if missing := needed.keys() - tensors.keys():
-        raise ValueError(f"the tensor {min(missing)} is missing")
-    for name, tensor in tensors.items():
-        shape = needed.get(name) or optional.get(name)
-        if shape is None:
-            raise ValueError(f"the tensor {name} does not belong in this type of head")
-        if tensor.shape != shape:
-            raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shape}")
-        if not tensor.is_floating:
-            raise ValueError(f"the tensor {name} has type {tensor.dtype}, which is not a floating-point type")
+    check_tensors(tensors, needed, optional)
     if (
         config.version == 1
         and "embed_tokens.weight" not in tensors
@@ -221,24 +209,21 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], dra
         raise ValueError("the head's hidden size differs from the model's")
 
 
-_Shapes = dict[str, tuple[int, ...]]
-
-
 def _shapes(
     config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int
-) -> tuple[_Shapes, _Shapes]:
+) -> tuple[Shapes, Shapes]:
     """Return the shapes of a head's required and optional tensors, keyed by name."""
     size, pair = config.hidden_size, 2 * config.hidden_size
     keys, queries = config.kv_heads * config.head_size, config.heads * config.head_size
     attention = {"q": queries, "k": keys, "v": keys}
-    needed: _Shapes = {
+    needed: Shapes = {
         "layer.post_attention_layernorm.weight": (size,),
         "layer.self_attn.o_proj.weight": (size, queries),
         "layer.mlp.gate_proj.weight": (config.feed_forward_size, size),
         "layer.mlp.up_proj.weight": (config.feed_forward_size, size),
         "layer.mlp.down_proj.weight": (size, config.feed_forward_size),
     }
-    optional: _Shapes = {"embed_tokens.weight": (config.vocab_size, size)}
+    optional: Shapes = {"embed_tokens.weight": (config.vocab_size, size)}
     for name, rows in attention.items():
         inputs = size if config.version == 1 else pair
         needed[f"layer.self_attn.{name}_proj.weight"] = (rows, inputs)

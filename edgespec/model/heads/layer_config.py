@@ -1,21 +1,20 @@
-"""Read the config.json of a head, and parse the settings that all kinds of heads share."""
+"""Read and check what the files of all kinds of heads with transformer layers have in common."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from edgespec.errors import ModelFileError, shorten
+from edgespec.model.formats.mlx_files import read_json_object
 from edgespec.model.heads.numpy_layers import RopeSettings, parse_rope, positive
-from edgespec.system.files import error_reason, read_regular_file
+from edgespec.model.heads.tensor_files import StoredTensor
 
-__all__ = ["LayerConfig", "invalid_settings", "layer_settings", "read_config"]
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
-_MAX_CONFIG_BYTES = 2**24
 # Nested objects in config.json for settings that other layouts keep at the top level. They are used by
 # speculators, NVIDIA and z-lab, respectively.
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
@@ -47,27 +46,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelFileError: `config.json` is missing or damaged.
     """
     path = folder / "config.json"
-    try:
-        config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
-        if not isinstance(config, dict):
-            raise ValueError("the file does not contain a JSON object")
-        for name in _NESTED:
-            nested = config.get(name)
-            config |= nested if isinstance(nested, dict) else {}
-        return config
-    except FileNotFoundError as error:
+    if not path.exists():
         raise ModelFileError(
             f"{folder} does not contain a draft head, because it has no config.json",
             "pass a folder that contains a draft head's config.json and its weights, such as"
             " model.safetensors or pytorch_model.bin",
             code="model_file_incomplete",
-        ) from error
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
+        )
+    config = read_json_object(path)
+    for name in _NESTED:
+        nested = config.get(name)
+        config |= nested if isinstance(nested, dict) else {}
+    return config
 
 
 def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,4 +98,38 @@ def invalid_settings(folder: Path) -> Iterator[None]:
         raise ModelFileError(
             f"the config.json of the draft head {folder} has invalid settings: {shorten(error)}",
             "download it again",
+        ) from error
+
+
+def check_tensors(tensors: Mapping[str, StoredTensor], needed: Shapes, optional: Shapes) -> None:
+    """Raise ValueError if a tensor is missing or unknown, or if its shape contradicts the configuration.
+
+    Args:
+        tensors: The head's tensors, keyed by name.
+        needed: Shapes of the tensors that the head must have.
+        optional: Shapes of the tensors that it may have.
+    """
+    if missing := needed.keys() - tensors.keys():
+        raise ValueError(f"the tensor {min(missing)} is missing")
+    shapes = optional | needed
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise ValueError(f"the tensor {name} does not belong in this type of head")
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shapes[name]}")
+        if not tensor.is_floating:
+            raise ValueError(f"the tensor {name} has type {tensor.dtype}, which is not a floating-point type")
+
+
+@contextmanager
+def unsupported_head(folder: Path, kind: str) -> Iterator[None]:
+    """Convert exceptions raised while parsing a head to a ModelFileError. `kind` has an article."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        what = f"the setting {error} is missing" if isinstance(error, KeyError) else shorten(error)
+        raise ModelFileError(
+            f"{folder} is not {kind} that edgespec supports: {what}",
+            f"choose a folder with the config.json and weights of {kind}",
+            code="model_file_not_supported",
         ) from error

@@ -17,8 +17,6 @@ import numpy as np
 from edgespec.errors import ModelFileError
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors, read_tensor_files
 
-__all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
-
 # Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen models are listed
 # separately because their original files store norm weights minus 1.
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")

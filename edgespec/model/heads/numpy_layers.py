@@ -15,24 +15,6 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.model.heads.tensor_files import StoredTensor
 
-__all__ = [
-    "ROPE_KINDS",
-    "Array",
-    "CachedAttention",
-    "MakeProduct",
-    "Product",
-    "Projections",
-    "RopeSettings",
-    "Rotation",
-    "TreeNodes",
-    "WeightLoader",
-    "llama3_divisors",
-    "parse_rope",
-    "positive",
-    "rms_norm",
-    "silu",
-]
-
 # Minimum number of tokens by which the KV cache grows. Growing copies the cache, so it should be rare.
 _MIN_GROWTH_TOKENS = 256
 # Kinds of RoPE scaling that `Rotation` and llama.cpp's heads support.

@@ -13,17 +13,7 @@ from typing import Any, NamedTuple
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.model.heads.tensor_files import StoredTensor, read_tensor_files
 from edgespec.options.methods import methods
-from edgespec.system.files import error_reason, read_regular_file
-
-__all__ = [
-    "AttentionLayer",
-    "Linear",
-    "ResidualBlock",
-    "ResidualHead",
-    "ResidualHeads",
-    "read_residual_heads",
-    "residual_head_method",
-]
+from edgespec.system.files import read_regular_file, reading_model_files
 
 # File name extensions of weight files, in order of preference.
 _SUFFIXES = (".safetensors", ".pt", ".bin")
@@ -165,19 +155,16 @@ def read_residual_heads(path: Path) -> ResidualHeads:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     """Return the settings in `config.json`, which is optional because the weights determine all sizes."""
+    if not path.exists():
+        return {}
     try:
-        config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        with reading_model_files(path):
+            config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
         if not isinstance(config, dict):
             raise ValueError("the file does not contain a JSON object")
         offset = config.get("hidden_state_offset")
         if offset is not None and not (isinstance(offset, int) and 0 <= offset < 1 << 20):
             raise ValueError(f"hidden_state_offset must be a non-negative whole number, not {offset!r}")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
-        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
     return config

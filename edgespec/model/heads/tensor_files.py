@@ -8,6 +8,7 @@ anything by name, and rejects everything else.
 
 from __future__ import annotations
 
+import json
 import math
 import pickletools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, shorten
-from edgespec.system.files import error_reason, regular_file_bytes
-
-__all__ = ["StoredTensor", "read_folder_tensors", "read_pickled_tensors", "read_tensor_files"]
+from edgespec.system.files import error_reason, reading_model_files, regular_file_bytes
 
 # File name patterns of weights. Only the first pattern that matches any file is used, because some publishers
 # upload the same weights in both formats.
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+# Maximum size of a safetensors header in bytes. The safetensors library has the same limit.
+_MAX_HEADER_BYTES = 100 * 2**20
 # Suffixes that turn the name of a weight into the name of its scales. The dequantised weight is the product
 # of the two.
 _SUFFIXES = ("_scale_inv", "_scale")
@@ -86,44 +87,97 @@ def read_tensor_files(*paths: Path) -> dict[str, StoredTensor]:
 def _read_file(path: Path) -> dict[str, StoredTensor]:
     if path.suffix != ".safetensors":
         return read_pickled_tensors(path)
-    from gguf.utility import SafetensorsLocal  # Imported lazily because importing gguf takes 0.2 seconds.
-
-    try:
-        file_bytes = regular_file_bytes(path)
-        return {name: _stored(path, one, file_bytes) for name, one in SafetensorsLocal(path).tensors.items()}
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
-        ) from error
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ModelFileError(
-            f"{path} is damaged or truncated: {shorten(error)}", "download it again"
-        ) from error
+    return {name: _stored(path, header) for name, header in read_tensors(path).items()}
 
 
-def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
-    """Return the metadata of a safetensors tensor. Raises ValueError if its data is incomplete."""
-    start, size_bytes = tensor.data_range.offset, tensor.data_range.size
-    if tensor.dtype not in _ITEM_BYTES:
+def _stored(path: Path, header: TensorHeader) -> StoredTensor:
+    if header.dtype not in _ITEM_BYTES:
         raise ModelFileError(
-            f"{path} contains tensors of type {shorten(tensor.dtype)}, which edgespec cannot read",
+            f"{path} contains tensors of type {shorten(header.dtype)}, which edgespec cannot read",
             "use a version of the draft head with 16-bit weights",
             code="model_file_not_supported",
         )
-    if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):
-        raise ValueError("the shape or position of a tensor does not consist of whole numbers")
-    if size_bytes != math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype] or start + size_bytes > file_bytes:
-        raise ValueError(f"the data of a tensor of shape {list(tensor.shape)} is incomplete")
-    return StoredTensor(tensor.dtype, tensor.shape, partial(_read, path, tensor))
+    if header.size_bytes != math.prod(header.shape) * _ITEM_BYTES[header.dtype]:
+        raise ModelFileError(
+            f"{path} is damaged: the data of a tensor of shape {list(header.shape)} is incomplete",
+            "download it again",
+        )
+    return StoredTensor(header.dtype, header.shape, partial(_read, path, header))
 
 
-def _read(path: Path, tensor: Any) -> NDArray[Any]:
+def _read(path: Path, header: TensorHeader) -> NDArray[Any]:
     try:
-        return _decode_elements(tensor.mmap_bytes(), tensor.dtype).reshape(tensor.shape)
+        data = np.memmap(path, np.uint8, "c", header.start, (header.size_bytes,))
+        return _decode_elements(data, header.dtype).reshape(header.shape)
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
         ) from error
+
+
+class TensorHeader(NamedTuple):
+    """A tensor in a safetensors file.
+
+    Attributes:
+        shape: Size of each dimension.
+        dtype: Safetensors data type, such as `BF16`.
+        size_bytes: Size of the data.
+        start: Offset of the data in the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    start: int
+
+
+def read_tensors(file: Path) -> dict[str, TensorHeader]:
+    """Return the tensors in a safetensors file, keyed by name.
+
+    Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
+    itself in JSON format, which contains the byte range of every tensor.
+
+    Raises:
+        ModelFileError: The file cannot be read, or it is damaged or truncated.
+    """
+    with reading_model_files(file):
+        size_bytes = regular_file_bytes(file)
+        with file.open("rb") as stream:
+            begin = stream.read(8)
+            length = int.from_bytes(begin, "little")
+            data = stream.read(min(length, _MAX_HEADER_BYTES))
+    if begin.startswith(b"version "):
+        raise ModelFileError(
+            f"{file} is a Git LFS pointer, not the weights",
+            "run `git lfs pull`",
+            code="model_file_incomplete",
+        )
+    if len(begin) < 8 or len(data) < length:
+        raise ModelFileError(
+            f"{file} is truncated or not a safetensors file ({size_bytes:,} bytes)", "download it again"
+        )
+    try:
+        header = json.loads(data)
+        tensors, needed_bytes = {}, 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                (begin_offset, end_offset), shape = entry["data_offsets"], tuple(entry["shape"])
+                tensor_bytes, data_start = end_offset - begin_offset, 8 + length + begin_offset
+                if not all(
+                    type(number) is int and number >= 0 for number in (data_start, tensor_bytes, *shape)
+                ):
+                    raise ValueError("the shape or position of a tensor does not consist of whole numbers")
+                needed_bytes = max(needed_bytes, data_start + tensor_bytes)
+                tensors[name] = TensorHeader(shape, str(entry["dtype"]), tensor_bytes, data_start)
+    except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(
+            f"the header of {file} is damaged: {shorten(error)}", "download it again"
+        ) from error
+    if needed_bytes > size_bytes:
+        raise ModelFileError(
+            f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
+        )
+    return tensors
 
 
 def dequantise_fp8(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -201,8 +255,9 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
             values.
     """
     try:
-        regular_file_bytes(path)
-        with ZipFile(path) as archive:
+        with reading_model_files(path):
+            regular_file_bytes(path)
+        with reading_model_files(path), ZipFile(path) as archive:
             stored = _stored_entries(archive, path)
             pickles = [name for name in stored if name.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1 or stored[pickles[0]].file_size > _MAX_PICKLE_BYTES:
@@ -218,10 +273,6 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
         if not isinstance(value, dict):
             raise ValueError("the file does not contain a dictionary of tensors")
         return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
-        ) from error
     except _DAMAGE as error:
         raise _damaged(path, error) from error
 
@@ -411,7 +462,7 @@ class _Interpreter:
         self, storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int]
     ) -> NDArray[Any]:
         try:
-            with ZipFile(self._path) as archive:
+            with reading_model_files(self._path), ZipFile(self._path) as archive:
                 entry = _stored_entries(archive, self._path)[storage.entry]
                 elements = _decode_elements(_read_entry(archive, entry), storage.dtype)
             if elements.size != storage.elements:
@@ -420,12 +471,6 @@ class _Interpreter:
             return np.lib.stride_tricks.as_strided(
                 elements[offset:], shape, [stride * size for stride in strides], writeable=False
             )
-        except OSError as error:
-            raise ModelFileError(
-                f"{self._path} cannot be read: {error_reason(error)}",
-                "download it again",
-                code="model_file_unreadable",
-            ) from error
         except _DAMAGE as error:
             raise _damaged(self._path, error) from error
 

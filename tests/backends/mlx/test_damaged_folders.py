@@ -103,7 +103,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str, str]] = {
     "index": (
         _write("model.safetensors.index.json", b"nonsense"),
         "",
-        "lists the model's weight files, is damaged",
+        "model.safetensors.index.json",
     ),
     "cut": (
         _weights(lambda data: data[:-1]),

@@ -13,7 +13,7 @@ from edgespec.errors import ModelFileError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.methods.lowbit.drafter import lowbit_file
-from edgespec.store.prepared.prepared_files import find_prepared
+from edgespec.store.prepared_files import find_prepared
 from tests.backends.tiny_models import write_llama
 from tests.raising import raises
 

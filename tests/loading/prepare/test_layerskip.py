@@ -23,7 +23,7 @@ from edgespec.loading.prepare.gguf_parts import GgufParts, split_metadata, write
 from edgespec.loading.prepare.layerskip import measure_exits, prepare_layerskip
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.layerskip_files import LOWER, LOWER_FIRST, SHARED, UPPER, UPPER_FIRST
-from edgespec.store.prepared.prepared_files import check_prepared, find_prepared, store_folder
+from edgespec.store.prepared_files import check_prepared, find_prepared, store_folder
 from edgespec.store.reference import resolve
 from tests.backends.tiny_models import write_gemma2, write_gemma3, write_jamba, write_llama, write_mamba
 from tests.raising import raises

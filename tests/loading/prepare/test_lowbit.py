@@ -21,7 +21,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Model
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.methods.lowbit.drafter import find_lowbit, find_useful_lowbit, lowbit_file
 from edgespec.model.base import LoadOptions
-from edgespec.store.prepared.prepared_files import check_prepared, store_folder
+from edgespec.store.prepared_files import check_prepared, store_folder
 from tests.backends.tiny_models import write_jamba, write_lfm2, write_mamba
 from tests.cases import first
 from tests.raising import raises

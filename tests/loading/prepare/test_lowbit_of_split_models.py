@@ -18,8 +18,8 @@ from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.methods.lowbit.drafter import check_lowbit, find_lowbit, lowbit_file
 from edgespec.model.base import LoadOptions, LowBit
-from edgespec.store.prepared import builder
-from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, store_folder
+from edgespec.store import prepared_builder
+from edgespec.store.prepared_files import PreparedModel, check_prepared, store_folder
 from tests.backends.contract import step, tokens_for
 from tests.backends.tiny_models import write_gemma3, write_llama
 from tests.cases import first
@@ -147,7 +147,7 @@ def test_a_damaged_split_model_is_an_error(source: Path, split_model: PreparedMo
 
 
 def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "BuildFolder", None)
+    monkeypatch.setattr(prepared_builder, "BuildFolder", None)
     with raises(OptionError, "Q8_0", "11.7 MiB"):
         prepare_lowbit(demo, "Q8_0")
     with raises(CapabilityError, "importance"):

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import pytest
 
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.store.prepared.builder import BuildFolder, build
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_builder import BuildFolder, build
+from edgespec.store.prepared_files import (
     MANIFEST,
     PreparedModel,
     check_prepared,

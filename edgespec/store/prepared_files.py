@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,25 +18,7 @@ from typing import Any, TypeAlias
 from edgespec.errors import CancelledError, ModelFileError
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
-from edgespec.system.files import cache_folder, read_regular_file, sampled_sha256
-
-__all__ = [
-    "MANIFEST",
-    "VERSION",
-    "BuildSettings",
-    "FileRecord",
-    "PreparedModel",
-    "absolute_path",
-    "check_prepared",
-    "find_all_prepared",
-    "find_prepared",
-    "hash_files",
-    "list_prepared",
-    "matches_record",
-    "model_files",
-    "read_prepared",
-    "store_folder",
-]
+from edgespec.system.files import cache_folder, read_regular_file, reading_model_files, sampled_sha256
 
 _CHUNK_BYTES = 1 << 22
 
@@ -256,7 +238,7 @@ def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = Non
         CancelledError: `progress` returned False.
     """
     done_bytes, records = 0, []
-    with _reading(paths):
+    with reading_model_files(paths[0]):
         sizes = [path.stat().st_size for path in paths]
         for path, size_bytes in zip(paths, sizes, strict=True):
             digest = hashlib.sha256()
@@ -276,17 +258,5 @@ def matches_record(path: Path, record: FileRecord) -> bool:
     Raises:
         ModelFileError: The file cannot be read.
     """
-    with _reading([path]):
+    with reading_model_files(path):
         return path.stat().st_size == record.size_bytes and sampled_sha256(path) == record.sample
-
-
-@contextmanager
-def _reading(paths: Sequence[Path]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ModelFileError(
-            f"{error.filename or paths[0]} cannot be read: {error.strerror or error}",
-            "check the path and its permissions",
-            code="model_file_unreadable",
-        ) from error

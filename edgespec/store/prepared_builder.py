@@ -29,7 +29,7 @@ from edgespec.errors import (
     OptionError,
 )
 from edgespec.model.base import Progress
-from edgespec.store.prepared.prepared_files import (
+from edgespec.store.prepared_files import (
     MANIFEST,
     VERSION,
     BuildSettings,
@@ -52,17 +52,6 @@ from edgespec.system.files import (
     sync_to_disk,
     write_advice,
 )
-
-__all__ = [
-    "BuildFolder",
-    "build",
-    "delete_leftovers",
-    "find_quantised",
-    "interrupted_settings",
-    "prepare_quantised",
-    "require_folder",
-    "write_conversion",
-]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2

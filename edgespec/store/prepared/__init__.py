@@ -1,1 +1,0 @@
-"""Files that edgespec derives from models, such as requantised copies."""

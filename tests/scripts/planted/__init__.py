@@ -1,1 +1,0 @@
-"""Subjects with planted bugs, which the fuzzer must find."""
