@@ -9,7 +9,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from edgespec.server.anthropic.messages import AnthropicMessageRequest
+from edgespec.server.anthropic import AnthropicMessageRequest
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.leniency.constraints import answer_constraint, constraints_in

@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from edgespec.errors import OptionError
-from edgespec.server.anthropic.messages import AnthropicMessageRequest
+from edgespec.server.anthropic import AnthropicMessageRequest
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.http_server import HttpServer

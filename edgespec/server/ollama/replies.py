@@ -19,7 +19,7 @@ from typing_extensions import TypeAliasType, TypedDict
 from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import ItemFields
 from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
@@ -39,15 +39,11 @@ from edgespec.server.responses import json_line, json_response, open_stream
 
 __all__ = [
     "STREAM_MEDIA_TYPE",
-    "OllamaChat",
     "OllamaChatRequest",
     "OllamaGenerateRequest",
-    "OllamaGeneration",
     "chat",
     "error_body",
     "generate",
-    "load_model",
-    "respond",
 ]
 
 STREAM_MEDIA_TYPE = "application/x-ndjson"
@@ -275,8 +271,9 @@ class OllamaChat(OllamaReply):
     message: OllamaReplyMessage
 
 
+@endpoint("POST", "/api/chat", OllamaChatRequest, OllamaChat, streams=True)
 async def chat(call: Call[OllamaChatRequest]) -> Response:
-    """Handle a chat request."""
+    """Reply to a conversation."""
     body = call.body
     if not body.messages:
         return await load_model(call, _formatted_message)
@@ -352,8 +349,9 @@ class OllamaGeneration(OllamaReply):
     thinking: NotRequired[str]
 
 
+@endpoint("POST", "/api/generate", OllamaGenerateRequest, OllamaGeneration, streams=True)
 async def generate(call: Call[OllamaGenerateRequest]) -> Response:
-    """Handle a generate request: reply to the prompt, or continue it verbatim."""
+    """Reply to a prompt, or continue it verbatim."""
     body = call.body
     for name, message in _UNSUPPORTED.items():
         if getattr(body, name):

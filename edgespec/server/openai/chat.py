@@ -17,7 +17,7 @@ from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, ItemFields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
@@ -43,8 +43,7 @@ from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_
 from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
-__all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completion"]
-
+__all__ = ["ChatRequest", "chat_prompt", "create_chat_completion"]
 
 # Content part types for tool calls and tool results in Anthropic's API.
 _BLOCKS = ("tool_use", "tool_result")
@@ -184,8 +183,9 @@ class ChatCompletion(TypedDict):
     timings: Timings
 
 
+@endpoint("POST", "/v1/chat/completions", ChatRequest, ChatCompletion, streams=True)
 async def create_chat_completion(call: Call[ChatRequest]) -> Response:
-    """Handle a chat completion request."""
+    """Reply to a conversation."""
     if call.body.stream:
         return await open_stream(_stream(call), error_event)
     async with call.service.generate(call.body.model, _requests(call.body)) as generation:

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import MaxTokensOrZero
 from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
@@ -38,7 +38,7 @@ from edgespec.server.openai.logprobs import (
 from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
-__all__ = ["Completion", "CompletionRequest", "create_completion"]
+__all__ = ["CompletionRequest", "create_completion"]
 
 
 class CompletionRequest(ChoiceFields):
@@ -89,8 +89,9 @@ class Completion(TypedDict):
     timings: Timings
 
 
+@endpoint("POST", "/v1/completions", CompletionRequest, Completion, streams=True)
 async def create_completion(call: Call[CompletionRequest]) -> Response:
-    """Handle a completion request."""
+    """Continue text."""
     body, requests = call.body, _requests(call.body)
     if body.stream:
         return await open_stream(_stream(call, requests), error_event)

@@ -14,7 +14,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ItemFields, require_fields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
@@ -34,7 +34,7 @@ from edgespec.server.reply_builder import Event, respond
 from edgespec.server.responses import server_sent_event
 from edgespec.server.service import StoredItems
 
-__all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response"]
+__all__ = ["ResponsesRequest", "chat_prompt", "create_response"]
 
 # Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -388,8 +388,9 @@ def _new_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
 
 
+@endpoint("POST", "/v1/responses", ResponsesRequest, ResponseObject, streams=True)
 async def create_response(call: Call[ResponsesRequest]) -> Response:
-    """Handle a request to create a response."""
+    """Reply to a message or a conversation."""
     body, stored_items = call.body, call.service.stored_items
     offered = offered_tools(body.tools or (), body.added_tools)
     builder = ResponseBuilder(body, offered, stored_items if body.store is not False else None)
