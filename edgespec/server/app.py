@@ -24,14 +24,13 @@ from edgespec import __version__
 from edgespec.server.anthropic import ANTHROPIC
 from edgespec.server.endpoint import Call, Endpoint, PathEndpoint, Protocol, endpoint, error_response
 from edgespec.server.errors import ApiError
-from edgespec.server.leniency.origins import ANY_ORIGIN, origins_regex
 from edgespec.server.leniency.paths import unknown_path_advice, with_canonical_paths
 from edgespec.server.metrics import ModelGauges
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openai.fields import error_body
 from edgespec.server.responses import json_response
-from edgespec.server.security import Guard
+from edgespec.server.security import ANY_ORIGIN, Guard, origins_regex
 from edgespec.server.service import Service
 
 __all__ = ["create_app"]
@@ -68,10 +67,10 @@ def create_app(service: Service) -> ASGIApp:
     routes.append(Route("/openapi.json", PathEndpoint(service, _SYSTEM, {"GET": openapi})))
     public = {each.path for protocol in _PROTOCOLS for each in protocol.endpoints if each.public}
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
-    app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
-    if service.settings.allowed_origins:
+    key, origins = service.settings.api_key, service.settings.allowed_origins
+    app: ASGIApp = Guard(router, key, origins, _error_response, frozenset(public))
+    if origins:
         # Answer CORS preflight requests, in which browsers ask whether a web page may use the server.
-        origins = service.settings.allowed_origins
         app = CORSMiddleware(
             app,
             [ANY_ORIGIN] if ANY_ORIGIN in origins else [],
@@ -91,10 +90,11 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
     return paths
 
 
-def _protocol_of(path: str) -> Protocol:
-    """Return the API whose prefix is the longest match for a path."""
+def _error_response(path: str, error: ApiError) -> Response:
+    """Return the error response in the format of the API whose prefix is the longest match for a path."""
     prefixes = {prefix: protocol for protocol in _PROTOCOLS for prefix in protocol.prefixes}
-    return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
+    longest = max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")
+    return error_response(prefixes[longest], error)
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +107,7 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
             " `edgespec models pull`, `alias` or `remove` there"
         )
     error = ApiError(404, message, code="not_found")
-    await error_response(_protocol_of(path), error)(scope, receive, send)
+    await _error_response(path, error)(scope, receive, send)
 
 
 class Health(TypedDict):
