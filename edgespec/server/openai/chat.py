@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -13,7 +11,7 @@ from pydantic import FailFast, Field, model_validator
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
-from edgespec import Reply, TextChunk
+from edgespec import Reply
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.decode.reply import TokenLogprobs
@@ -40,8 +38,18 @@ from edgespec.server.leniency.tools import (
 )
 from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, error_event, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_logprobs
-from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
-from edgespec.server.responses import json_response, open_stream, server_sent_event
+from edgespec.server.openai.report import (
+    ChoiceStream,
+    CompletionHead,
+    ReplyReport,
+    Timings,
+    Usage,
+    completion_head,
+    report,
+    timings,
+    usage,
+)
+from edgespec.server.responses import json_response, open_stream
 
 __all__ = ["ChatRequest", "chat_prompt", "create_chat_completion"]
 
@@ -171,13 +179,9 @@ class ChatChoice(TypedDict):
     edgespec: ReplyReport
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(CompletionHead):
     """The response to a chat completion request."""
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
@@ -199,10 +203,7 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
         ordered = [replies[index] for index in sorted(replies)]
         has_logprobs = call.body.wanted_logprobs is not None
         completion: ChatCompletion = {
-            "id": _new_id(),
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": generation.model_name,
+            **completion_head("chatcmpl", "chat.completion", generation.model_name),
             "choices": [
                 {
                     "index": index,
@@ -213,7 +214,7 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
                 }
                 for index, reply in enumerate(ordered)
             ],
-            "usage": usage(ordered, per_prompt=len(ordered)),
+            "usage": usage(ordered, len(ordered)),
             "timings": timings(ordered),
         }
         return json_response(completion)
@@ -238,10 +239,6 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
         ReplyRequest(prompt, {**body.reasoning_options(), **options, **more})
         for options in requests_options(body)
     ]
-
-
-def _new_id() -> str:
-    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 def _message(reply: Reply, body: ChatRequest) -> ChatReplyMessage:
@@ -278,64 +275,33 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 
 
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed reply.
-
-    Usage is normally included in the last event of the last choice, because many clients cannot handle an
-    event without choices. If the client sets `include_usage`, usage is sent in such a separate event.
-    """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None
-    own_event = bool(body.stream_options and body.stream_options.include_usage)
-    continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)
     whole_calls = needs_whole_calls(call.headers)
     async with call.service.generate(body.model, _requests(body)) as generation:
-        head: dict[str, Any] = {
-            "id": _new_id(),
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": generation.model_name,
-        }
+        head = completion_head("chatcmpl", "chat.completion.chunk", generation.model_name)
+        stream = ChoiceStream(body, head, generation, body.n or 1)
         started: set[int] = set()
-        replies: dict[int, Reply] = {}
         async for index, event in generation.events():
-            if continuous:
-                head["usage"] = usage_so_far([generation.stats(index)])
             if index not in started:
                 started.add(index)
-                yield _chunk(head, index, {"role": "assistant", "content": ""})
-            if isinstance(event, TextChunk) and event.tool_call:
+                yield stream.event(index, {"delta": {"role": "assistant", "content": ""}})
+            if isinstance(event, Reply):
+                if whole_calls and event.tool_calls:
+                    calls = [{"index": at, **each.to_json()} for at, each in enumerate(event.tool_calls)]
+                    yield stream.event(index, {"delta": {"tool_calls": calls}})
+                ending = {"delta": {}, "finish_reason": _finish_reason(event, body)}
+                for each in stream.finish(index, ending, event):
+                    yield each
+            elif event.tool_call:
                 if not whole_calls and (delta := _call_delta(event.tool_call, body)):
-                    yield _chunk(head, index, delta)
-                continue
-            if not isinstance(event, Reply):
+                    yield stream.event(index, {"delta": delta})
+            else:
                 shown = chat_logprobs(event.logprobs) if has_logprobs and not event.reasoning else None
                 if event.text or (shown and shown["content"]):
                     name = "reasoning_content" if event.reasoning else "content"
-                    yield _chunk(head, index, {name: event.text}, **({"logprobs": shown} if shown else {}))
-                continue
-            replies[index] = event
-            if whole_calls and event.tool_calls:
-                calls = [{"index": at, **each.to_json()} for at, each in enumerate(event.tool_calls)]
-                yield _chunk(head, index, {"tool_calls": calls})
-            is_last = len(replies) == (body.n or 1)
-            ended = list(replies.values())
-            totals = {"usage": usage(ended, len(ended)), "timings": timings(ended)} if is_last else {}
-            yield _chunk(
-                {**head, **({} if own_event else totals)},
-                index,
-                {},
-                finish_reason=_finish_reason(event, body),
-                edgespec=report(event, body.ignored_fields()),
-            )
-            if is_last and own_event:
-                yield server_sent_event({**head, "choices": [], **totals})
-        yield server_sent_event("[DONE]")
-
-
-def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any) -> bytes:
-    return server_sent_event(
-        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None, **more}]}
-    )
+                    choice = {"delta": {name: event.text}, **({"logprobs": shown} if shown else {})}
+                    yield stream.event(index, choice)
 
 
 def chat_prompt(
