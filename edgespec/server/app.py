@@ -25,7 +25,6 @@ from edgespec.server.anthropic import ANTHROPIC
 from edgespec.server.endpoint import Call, Endpoint, PathEndpoint, Protocol, endpoint, error_response
 from edgespec.server.errors import ApiError
 from edgespec.server.leniency.paths import unknown_path_advice, with_canonical_paths
-from edgespec.server.metrics import ModelGauges
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openai.fields import error_body
@@ -131,7 +130,11 @@ async def metrics(call: Call[None]) -> Response:
     for model in call.service.models.loaded:
         # Use a thread, because a reply may be holding the prefix cache's lock.
         cache = (await asyncio.to_thread(model.runtime.memory)).prefix_cache
-        gauges[model.name] = ModelGauges(model.queue.waiting, cache.memory_bytes, cache.memory_limit_bytes)
+        gauges[model.name] = {
+            "requests_waiting": model.queue.waiting,
+            "prefix_cache_bytes": cache.memory_bytes,
+            "prefix_cache_limit_bytes": cache.memory_limit_bytes,
+        }
     text = call.service.metrics.text(gauges)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

@@ -11,7 +11,7 @@ from edgespec.chat.message import PlacedImage
 from edgespec.server.fields import Ignored, Off, One, ReplyFields, reply_options
 from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
 from edgespec.server.leniency.content import read_image
-from edgespec.server.openai.logprobs import wanted_logprobs
+from edgespec.server.openai.logprobs import LogprobFields
 
 __all__ = ["RENAMED", "OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "read_images"]
 
@@ -70,7 +70,7 @@ class OllamaOptions(ReplyFields, ConstraintFields):
     vocab_only: Off
 
 
-class OllamaFields(ReplyFields, ConstraintFields):
+class OllamaFields(LogprobFields, ReplyFields, ConstraintFields):
     """Fields shared by chat and generate requests.
 
     Reply options belong in `options`. Ollama ignores them elsewhere, but some clients, such as an AI SDK
@@ -83,12 +83,6 @@ class OllamaFields(ReplyFields, ConstraintFields):
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
         default=None, description="Whether the model should reason. Any level counts as true."
     )
-    logprobs: bool | int | None = Field(
-        default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."
-    )
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Number of the most likely tokens to return at each position."
-    )
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like num_predict."
     )
@@ -98,11 +92,6 @@ class OllamaFields(ReplyFields, ConstraintFields):
     num_ctx: Ignored
     shift: Ignored
     truncate: Ignored
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of most likely tokens to return at each position, or None for no log-probabilities."""
-        return wanted_logprobs(self.logprobs, self.top_logprobs)
 
     @property
     def unloads(self) -> bool:

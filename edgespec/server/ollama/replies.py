@@ -96,11 +96,6 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
         formatted: Formats the parts of the reply.
     """
     fields: OllamaFields = call.body
-    if fields.top_logprobs and fields.wanted_logprobs is None:
-        raise invalid_request(
-            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
-            param="top_logprobs",
-        )
     if fields.stream is not False:
         return await open_stream(_stream(call, request, formatted), _error_line, STREAM_MEDIA_TYPE)
     started = time.perf_counter_ns()

@@ -16,7 +16,6 @@ from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.endpoint import Call, endpoint
-from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, ItemFields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.leniency.content import (
@@ -36,8 +35,14 @@ from edgespec.server.leniency.tools import (
     offered_tools,
     skipped_tools,
 )
-from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, error_event, requests_options
-from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_logprobs
+from edgespec.server.openai.fields import (
+    ChoiceFields,
+    ReasoningFields,
+    ToolFields,
+    error_event,
+    requests_options,
+)
+from edgespec.server.openai.logprobs import ChatLogprobs, LogprobFields, chat_logprobs
 from edgespec.server.openai.report import (
     ChoiceStream,
     CompletionHead,
@@ -105,7 +110,7 @@ class ChatMessage(ItemFields):
         return modern_message(data) if isinstance(data, dict) else data
 
 
-class ChatRequest(ReasoningFields, ChoiceFields):
+class ChatRequest(LogprobFields, ToolFields, ReasoningFields, ChoiceFields):
     """The body of a chat completion request."""
 
     advice = MappingProxyType(
@@ -118,10 +123,6 @@ class ChatRequest(ReasoningFields, ChoiceFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     system: SystemPrompt = Field(default=None, description="A system prompt before the messages.")
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the function that the model must call."
-    )
     functions: list[dict[str, Any]] | None = Field(
         default=None, description="Older form of tools. The reply then contains function_call."
     )
@@ -129,25 +130,11 @@ class ChatRequest(ReasoningFields, ChoiceFields):
         default=None,
         description="Older form of tool_choice: auto, none, or an object with a name.",
     )
-    logprobs: bool | int | None = Field(
-        default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."
-    )
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Number of the most likely tokens to return at each position."
-    )
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like max_tokens."
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="false ends the reply after its first call."
-    )
     prediction: Ignored
     verbosity: Ignored
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of most likely tokens to return at each position, or None for no log-probabilities."""
-        return wanted_logprobs(self.logprobs, self.top_logprobs)
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields and the locations of skipped tools and parts."""
@@ -221,11 +208,6 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
-    if body.top_logprobs and body.wanted_logprobs is None:
-        raise invalid_request(
-            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
-            param="top_logprobs",
-        )
     more: dict[str, Any] = {"logprobs": body.wanted_logprobs}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens

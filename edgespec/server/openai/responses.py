@@ -27,7 +27,7 @@ from edgespec.server.leniency.content import (
     text_of,
 )
 from edgespec.server.leniency.tools import OfferedTools, checked_choice, offered_tools, skipped_tools
-from edgespec.server.openai.fields import OpenAIFields, ReasoningFields, openai_options
+from edgespec.server.openai.fields import OpenAIFields, ReasoningFields, ToolFields, openai_options
 from edgespec.server.openai.logprobs import chat_logprobs
 from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.reply_builder import Event, respond
@@ -117,7 +117,7 @@ class InputItem(ItemFields):
 _Items = TypeAliasType("_Items", Annotated[list[InputItem], Field(min_length=1), FailFast()])
 
 
-class ResponsesRequest(ReasoningFields, OpenAIFields):
+class ResponsesRequest(ToolFields, ReasoningFields, OpenAIFields):
     """The body of a request to create a response."""
 
     prompt_field = "input"
@@ -137,10 +137,6 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like max_tokens."
     )
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the function that the model must call."
-    )
     include: list[str] | None = Field(default=None, description=f"{LOGPROBS} asks for log-probabilities.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
@@ -155,9 +151,6 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     )
     client_metadata: Ignored
     max_tool_calls: Ignored
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="false ends the reply after its first call."
-    )
     prompt_cache_options: Ignored
     truncation: Ignored
 
