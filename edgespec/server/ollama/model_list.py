@@ -14,7 +14,7 @@ from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.models import KnownModel
-from edgespec.server.ollama.fields import RENAMED
+from edgespec.server.ollama.replies import RENAMED
 from edgespec.server.responses import json_response
 
 __all__ = ["list_loaded", "list_models", "pull_model", "show_model"]
