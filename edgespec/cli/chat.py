@@ -267,7 +267,6 @@ def _choose_models(
 
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:
-    """Return the models of a saved chat, or None if there is no such chat."""
     from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 
@@ -280,7 +279,6 @@ def _models_of_chat(wanted: str) -> ModelReferences | None:
 
 
 def _models_used_last() -> ModelReferences:
-    """Return the models that the last chat used."""
     from edgespec.chat.saved_chat import ModelReferences
     from edgespec.chat.store import ChatStore
     from edgespec.tui.preferences import Preferences, preferences_path

@@ -196,8 +196,6 @@ def _is_ready(number: int, seconds: float) -> bool:
 
 
 class _Prompt(NamedTuple):
-    """The text of a prompt, and the images that precede it."""
-
     text: str
     images: tuple[Image, ...]
 
@@ -219,7 +217,6 @@ def _with_files(prompt: str, paths: tuple[str, ...], images: tuple[str, ...]) ->
 
 
 def _answer(stop: Stop, prompt: _Prompt, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
-    """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime:
         if runtime.why_no_template and not raw:
             warn(f"the prompt is continued as plain text, because {runtime.why_no_template}")

@@ -290,7 +290,6 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
-    """Return a catalogue model's files on this machine, keyed by quantisation."""
     from edgespec.store.reference import resolve
 
     files = {}
@@ -529,7 +528,6 @@ def _catalogued(reference: str) -> ModelEntry | None:
 
 
 def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts | None, str]:
-    """Load a model and return (facts, ""), or (None, reason) if it cannot be loaded."""
     import edgespec
 
     options: dict[str, Any] = {"context": _LOOK_CONTEXT_TOKENS, "method": "none"}

@@ -173,7 +173,6 @@ def lowbit(
 
 
 def _output_option(thing: str) -> Decorator:
-    """Return a decorator that adds the required option `--to`."""
     return click.option(
         "--to",
         metavar="FILE",

@@ -156,7 +156,6 @@ def _phase_after(reply_start: str) -> tuple[AnswerPhase, str]:
 
 
 def _openings(vocabulary: Vocabulary, prompt: str) -> dict[tuple[int, ...], bytes]:
-    """Map the tokens of each opening reasoning marker to its closing marker."""
     closes = tuple(close for close in REASONING_MARKERS.values() if close)
     if prompt.rstrip().endswith(closes):
         return {}

@@ -161,7 +161,6 @@ class ConstraintCompiler:
         return ConstraintProcessor(tokenizer, matcher, start)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
-        """Return a new matcher, positioned at the start of the reply."""
         if matcher := self._cached_matcher(constraint):
             return matcher
         text = _checked_text(constraint)
@@ -182,7 +181,6 @@ class ConstraintCompiler:
             return compiled.matcher.deep_copy()
 
     def _add_to_cache(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Cache a compiled constraint. If the cache is full, evict the least recently used ones."""
         with self._lock:
             self._cache[constraint] = compiled
             while len(self._cache) > 1 and (
@@ -251,7 +249,6 @@ def _is_endless(schema: str) -> bool:
 
 
 def _refused(option: str, text: str, message: str) -> OptionError:
-    """Convert llguidance's error message about a constraint to an OptionError."""
     kind, message = _KINDS[option], readable(message)
     if option == "grammar" and _GBNF_RULE.search(text):
         return OptionError(

@@ -195,7 +195,6 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
 
 
 def _omitted(messages: list[AnthropicMessage]) -> list[str]:
-    """Return the locations of skipped blocks and non-text parts of tool results."""
     places = []
     for index, message in enumerate(messages):
         for number, block in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -296,7 +295,6 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
-        """Yield the events that close the open block, if there is one."""
         if not self._is_open:
             return
         block, index = self._blocks[-1], len(self._blocks) - 1
@@ -420,7 +418,6 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _check(place: str, block: ContentBlock) -> None:
-    """Raise ApiError if a block's type is not supported or a required field is missing."""
     if block.type not in _NEEDED:
         raise unsupported_content(block.type, param=place)
     require_fields(place, block, _NEEDED[block.type])

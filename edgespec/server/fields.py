@@ -282,7 +282,6 @@ def _reply_fields() -> dict[str, Any]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute name for an option, with `_` appended if it clashes with a pydantic method."""
     return f"{name}_" if name in dir(BaseModel) else name
 
 

@@ -117,7 +117,6 @@ def _digest(key: bytes) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """Return the host name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if ":" in host else host

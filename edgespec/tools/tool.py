@@ -73,8 +73,6 @@ class Tool:
 
 
 class _Listed(Protocol):
-    """The attributes of `mcp.types.Tool` that this module reads."""
-
     name: str
     description: str | None
     input_schema: dict[str, Any]

@@ -118,7 +118,6 @@ def _empty_value(types: set[Any]) -> Any:
 
 
 def _alternatives(hint: Any) -> set[Any]:
-    """Return the classes that a type allows, without their type arguments."""
     if isinstance(hint, TypeAliasType):
         return _alternatives(hint.__value__)
     origin = get_origin(hint)

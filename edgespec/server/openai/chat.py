@@ -336,7 +336,6 @@ def _anthropic_calls(
 
 
 def _content(place: str, message: ChatMessage) -> dict[str, Any]:
-    """Return the text and the images of a message."""
     if message.role == "tool" or not isinstance(message.content, list):
         return {"content": result_text(place, message.content)}
     skipped = _reasoning_parts(message)
@@ -367,7 +366,6 @@ def omitted_in_results(messages: Sequence[ChatMessage]) -> list[str]:
 
 
 def _results(place: str, message: ChatMessage) -> Iterator[tuple[str, Any]]:
-    """Yield the location and content of each tool result in a message."""
     if message.role == "tool":
         yield place, message.content
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):

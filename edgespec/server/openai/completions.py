@@ -146,7 +146,6 @@ def _prompt(text: str | list[int]) -> TextPrompt | TokenPrompt:
 
 
 def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) -> str:
-    """Return the prompt's text if the request sets `echo`, or an empty string."""
     prompt = request.prompt
     if not body.echo:
         return ""

@@ -323,12 +323,10 @@ class ResponseBuilder:
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _name(self, offered: str) -> dict[str, str]:
-        """Return the fields that name the called function."""
         namespace, name = self._namespaces.get(offered, ("", offered))
         return {"name": name, "namespace": namespace} if namespace else {"name": name}
 
     def _open_text(self, kind: str) -> Iterator[Event]:
-        """Yield the events that start an item with text."""
         fields: dict[str, Any]
         part: dict[str, Any]
         if kind == "reasoning":
@@ -351,7 +349,6 @@ class ResponseBuilder:
         return self._item_event("output_text.delta", content_index=0, delta=chunk.text, logprobs=logprobs)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """Yield the events that end the open item, if there is one."""
         if self._open_kind is None:
             return
         item = self._items[-1]
@@ -367,7 +364,6 @@ class ResponseBuilder:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _item_event(self, name: str, **fields: Any) -> Event:
-        """Return an event about a part of the last item."""
         index = len(self._items) - 1
         return self._event(f"response.{name}", item_id=self._items[index]["id"], output_index=index, **fields)
 
