@@ -17,9 +17,8 @@ from threading import BoundedSemaphore, Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.tool_calls.grammar import AnswerRule
-from edgespec.constraints.answer_start import AnswerStart
 from edgespec.constraints.matcher import Constraint, as_expression, new_matcher, readable, text_of
-from edgespec.constraints.processor import ConstraintProcessor
+from edgespec.constraints.processor import AnswerStart, ConstraintProcessor
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.errors import CapabilityError, EdgespecError, OptionError
 from edgespec.model.base import Vocabulary
