@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# The reply options that the chat can show and change. `schema` is included, because `/schema` changes it.
 # Settings of a chat that are also options for loading a model.
 _METHOD_SETTINGS = tuple(name for name in METHOD_NAMES if name in SETTINGS)
+# The reply options that the chat can show and change. `schema` is included, because `/schema` changes it.
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat or name == "schema")
 
 

@@ -16,11 +16,8 @@ from edgespec.cli.failures import WRONG_USAGE, usage_error
 from edgespec.system.spelling import nearest
 
 __all__ = [
-    "ALIASES",
     "BEFORE_RUN",
     "COMMANDS",
-    "MISSING_COMMANDS",
-    "OLLAMA_COMMANDS",
     "HelpfulCommand",
     "HelpfulGroup",
     "SectionOption",
@@ -49,24 +46,6 @@ COMMANDS = (
     "config",
     "delete-data",
     "completion",
-)
-
-# Aliases of commands. `run` is Ollama's name for its chat.
-ALIASES = {"run": "chat"}
-
-# Maps Ollama's commands to the edgespec commands to suggest instead. MODEL is replaced by the next argument.
-OLLAMA_COMMANDS = {
-    "list": "models list",
-    "ls": "models list",
-    "pull": "models pull MODEL",
-    "show": "models show MODEL",
-    "rm": "models remove MODEL",
-    "cp": "models alias",
-    "help": "--help",
-}
-# Maps Ollama commands without an edgespec equivalent to the hint to show for them.
-MISSING_COMMANDS = dict.fromkeys(
-    ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
 )
 
 
