@@ -1,4 +1,7 @@
-"""Draw the memory plan in the terminal as a bar and a table per memory pool."""
+"""Draw the memory plan in the terminal as a bar and a table per memory pool.
+
+This is a module of its own, because importing rich would slow down the help of all commands.
+"""
 
 from __future__ import annotations
 
