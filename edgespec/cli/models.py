@@ -23,6 +23,7 @@ from edgespec.cli.models_shown import (
     published_head,
 )
 from edgespec.cli.options import declared_options, json_option, model_reference
+from edgespec.cli.running import with_progress
 from edgespec.cli.screen import (
     ProgressLine,
     is_terminal,
@@ -385,12 +386,7 @@ def pull_model(reference: str, as_json: bool) -> None:
 
     If a download is interrupted, run the command again to continue it.
     """
-
-    def fetch(stop: Stop) -> Resolved:
-        with ProgressLine(stop) as progress:
-            return _resolver(reference)(reference, progress=progress)
-
-    found = interruptible(fetch)
+    found = with_progress(lambda progress: _resolver(reference)(reference, progress=progress))
     if as_json:
         print_json(
             {"reference": reference, "path": str(found.path), "source": found.source, "note": found.note}

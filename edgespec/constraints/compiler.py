@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from queue import Empty, SimpleQueue
-from threading import BoundedSemaphore, Lock, Thread
+from queue import Empty, Full, Queue, SimpleQueue
+from threading import BoundedSemaphore, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.tool_calls.grammar import AnswerRule
@@ -366,8 +366,7 @@ class ConstraintTrial:
 
 _trial_places = BoundedSemaphore(_MAX_TRIALS)
 # Holds at most one idle child process, shared by all models, because each process uses about 40 MiB.
-_idle_trials: list[ConstraintTrial] = []
-_trial_lock = Lock()
+_idle_trials: Queue[ConstraintTrial] = Queue(1)
 
 
 @contextmanager
@@ -375,17 +374,15 @@ def _borrowed_trial() -> Iterator[ConstraintTrial]:
     """Yield a trial for exclusive use, waiting for one if all are in use."""
     with _trial_places:
         try:
-            trial = _idle_trials.pop()
-        except IndexError:
+            trial = _idle_trials.get_nowait()
+        except Empty:
             trial = ConstraintTrial()
         try:
             yield trial
         finally:
-            with _trial_lock:
-                is_surplus = bool(_idle_trials)
-                if not is_surplus:
-                    _idle_trials.append(trial)
-            if is_surplus:
+            try:
+                _idle_trials.put_nowait(trial)
+            except Full:
                 trial.close()
 
 
