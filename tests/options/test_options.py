@@ -175,7 +175,7 @@ def test_options_that_no_drafter_reads() -> None:
     assert unread_options(["auto", "layerskip"]) == []
 
 
-_PAGE = """# Options
+PAGE = """# Options
 
 Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and
 in the settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
@@ -192,11 +192,6 @@ in the settings file (`draft_window`). For environment variables, put `EDGESPEC_
 {reply}"""
 
 
-def documentation() -> str:
-    load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
-    return _PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
-
-
 def options_table(options: Mapping[str, Option]) -> str:
     lines = ["| option | default | what it does | used by |", "| --- | --- | --- | --- |"]
     for name, option in options.items():
@@ -210,13 +205,9 @@ def options_table(options: Mapping[str, Option]) -> str:
 
 def test_the_documentation_is_up_to_date() -> None:
     """To write the page, run this test with WRITE_DOCS=1."""
+    load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
+    text = PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
     page = Path(edgespec.__file__).parent.parent / "docs" / "options.md"
     if os.environ.get("WRITE_DOCS"):
-        page.write_text(documentation(), encoding="utf-8", newline="\n")
-    assert page.read_text(encoding="utf-8") == documentation()
-
-
-def test_the_table_has_a_row_for_each_option() -> None:
-    rows = options_table(LOAD_OPTIONS).splitlines()
-    assert len(rows) == 2 + len(LOAD_OPTIONS)
-    assert rows[2].startswith("| `memory` | available memory minus --reserve | Total memory that edgespec")
+        page.write_text(text, encoding="utf-8", newline="\n")
+    assert page.read_text(encoding="utf-8") == text

@@ -75,12 +75,15 @@ SCHEMAS: list[dict[str, Any]] = [
     {"structured_outputs": {"json": SCHEMA}},
     {"nvext": {"guided_json": SCHEMA}},
 ]
+VLLM: dict[str, Any] = {"regex": "[ab]{3}", "choice": ["red", "blue"], "grammar": 'start: "yes" | "no"'}
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"response_format": {"type": "json_object"}}, {"schema": {"type": "object"}}),
     ({"response_format": "json"}, {"schema": {"type": "object"}}),
     ({"response_format": {"type": "json_object", "schema": []}}, {"schema": {"type": "object"}}),
     ({"format": "json"}, {"schema": {"type": "object"}}),
     ({"structured_outputs": {"json_object": True}}, {"schema": {"type": "object"}}),
+    *(({"structured_outputs": {name: value}}, {name: value}) for name, value in VLLM.items()),
+    *(({f"guided_{name}": value}, {name: value}) for name, value in VLLM.items()),
     ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
     ({"response_format": {"type": "grammar", "grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
     ({"response_format": {"type": "text"}}, {}),
