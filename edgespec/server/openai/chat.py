@@ -272,7 +272,7 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
                 if whole_calls and event.tool_calls:
                     calls = [{"index": at, **each.to_json()} for at, each in enumerate(event.tool_calls)]
                     yield stream.event(index, {"delta": {"tool_calls": calls}})
-                ending = {"delta": {}, "finish_reason": _finish_reason(event, body)}
+                ending: dict[str, Any] = {"delta": {}, "finish_reason": _finish_reason(event, body)}
                 for each in stream.finish(index, ending, event):
                     yield each
             elif event.tool_call:
@@ -282,8 +282,8 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
                 shown = chat_logprobs(event.logprobs) if has_logprobs and not event.reasoning else None
                 if event.text or (shown and shown["content"]):
                     name = "reasoning_content" if event.reasoning else "content"
-                    choice = {"delta": {name: event.text}, **({"logprobs": shown} if shown else {})}
-                    yield stream.event(index, choice)
+                    logprobs = {"logprobs": shown} if shown else {}
+                    yield stream.event(index, {"delta": {name: event.text}, **logprobs})
 
 
 def chat_prompt(
