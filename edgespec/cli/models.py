@@ -60,13 +60,10 @@ _MAX_UNUSABLE = 3
 _LOOK_CONTEXT_TOKENS = 256
 
 
-class _Models(HelpfulGroup):
-    foreign_commands = {"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"}  # noqa: RUF012
-
-
 @click.group(
     "models",
-    cls=_Models,
+    cls=HelpfulGroup,
+    foreign_commands={"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"},
     short_help="List, show, download, name and remove models.",
     examples=(
         "edgespec models list",

@@ -42,10 +42,6 @@ _MISSING_COMMANDS = dict.fromkeys(
 class Program(HelpfulGroup):
     """The top-level command group. Commands are imported lazily, so that edgespec starts quickly."""
 
-    # `run` is not in the list of commands, because it is another name for `chat`.
-    foreign_commands = {**OLLAMA_COMMANDS, "run": "run MODEL"}  # noqa: RUF012
-    missing_commands = _MISSING_COMMANDS
-
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
 
@@ -129,6 +125,9 @@ def _reader_left() -> int:
 
 @click.group(
     cls=Program,
+    # `run` is not in the list of commands, because it is another name for `chat`.
+    foreign_commands={**OLLAMA_COMMANDS, "run": "run MODEL"},
+    missing_commands=_MISSING_COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     examples=(
         "edgespec chat",
