@@ -20,7 +20,7 @@ from edgespec.chat.tool_calls.grammar import AnswerRule
 from edgespec.constraints.matcher import Constraint, as_expression, new_matcher, readable, text_of
 from edgespec.constraints.processor import AnswerStart, ConstraintProcessor
 from edgespec.constraints.tokenizer import ConstraintTokenizer
-from edgespec.errors import CapabilityError, EdgespecError, OptionError
+from edgespec.errors import CapabilityError, EdgespecError, OptionError, shorten
 from edgespec.model.base import Vocabulary
 from edgespec.options.schemas.enforceable import enforceable_schema, requires_endless_value, subschemas
 from edgespec.system.child_process import ChildProcess, module_arguments
@@ -153,7 +153,7 @@ class ConstraintCompiler:
             # edgespec generates one for replies that can contain either tool calls or an answer.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
-                f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
+                f"the reply starts with {shorten(start.text, _MAX_SHOWN_CHARACTERS)!r}, which violates the {name}",
                 f"continue the reply without the {name}, or ask for a new reply",
                 code="constraint_violated",
             )
@@ -257,20 +257,20 @@ def _refused(option: str, text: str, message: str) -> OptionError:
         )
     if option == "regex" and (error := _REGEX_ERROR.search(message)):
         return OptionError(
-            f"invalid regular expression {_shortened(text)!r}: {error[1]}",
+            f"invalid regular expression {shorten(text, _MAX_SHOWN_CHARACTERS)!r}: {error[1]}",
             kind.hint,
             code="constraint_invalid",
         )
     if option == "regex" and (look := _LOOK_AROUND.search(message)):
         return OptionError(
-            f"the regular expression {_shortened(text)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
+            f"the regular expression {shorten(text, _MAX_SHOWN_CHARACTERS)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
             "remove it, because the whole reply must match anyway, or spell out the text that is allowed"
             " there",
             code="constraint_not_supported",
         )
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
         verb = "are" if "," in keywords[1] else "is"
-        names = _shortened(keywords[1].replace('"', ""))
+        names = shorten(keywords[1].replace('"', ""), _MAX_SHOWN_CHARACTERS)
         place = _place(text, lambda part: all(name in part for name in json.loads(f"[{keywords[1]}]")))
         return OptionError(
             f"the {kind.name} cannot be used: {names} {verb} not supported{place}",
@@ -291,7 +291,7 @@ def _refused(option: str, text: str, message: str) -> OptionError:
             "use anyOf, or give the alternatives different values of a required property",
             code="constraint_not_supported",
         )
-    reason = "no text satisfies it" if message == "NoExtensionBias" else _shortened(message)
+    reason = "no text satisfies it" if message == "NoExtensionBias" else shorten(message, _MAX_SHOWN_CHARACTERS)
     return OptionError(
         f"the {kind.name} cannot be used: {reason}", kind.hint, code="constraint_not_supported"
     )
@@ -301,11 +301,7 @@ def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
     """Return the first matching subschema's path, formatted for a message, or "" if none matches."""
     places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
     found = next(places, None)
-    return f" (in {_shortened(found)})" if found else ""
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
+    return f" (in {shorten(found, _MAX_SHOWN_CHARACTERS)})" if found else ""
 
 
 class ConstraintTrial:
