@@ -153,7 +153,8 @@ class ConstraintCompiler:
             # edgespec generates one for replies that can contain either tool calls or an answer.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
-                f"the reply starts with {shorten(start.text, _MAX_SHOWN_CHARACTERS)!r}, which violates the {name}",
+                f"the reply starts with {shorten(start.text, _MAX_SHOWN_CHARACTERS)!r}, which violates the"
+                f" {name}",
                 f"continue the reply without the {name}, or ask for a new reply",
                 code="constraint_violated",
             )
@@ -263,7 +264,8 @@ def _refused(option: str, text: str, message: str) -> OptionError:
         )
     if option == "regex" and (look := _LOOK_AROUND.search(message)):
         return OptionError(
-            f"the regular expression {shorten(text, _MAX_SHOWN_CHARACTERS)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
+            f"the regular expression {shorten(text, _MAX_SHOWN_CHARACTERS)!r} cannot be used:"
+            f" {_LOOKS[look[1]]} is not supported",
             "remove it, because the whole reply must match anyway, or spell out the text that is allowed"
             " there",
             code="constraint_not_supported",
