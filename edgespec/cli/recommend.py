@@ -60,9 +60,7 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     """
     from edgespec.loading.recommendation import recommend
 
-    result = with_progress(
-        lambda progress: recommend(task, **sizes, remeasure=measure, progress=progress)
-    )
+    result = with_progress(lambda progress: recommend(task, **sizes, remeasure=measure, progress=progress))
     note(result.machine.notice)
     if as_json:
         print_json(_json(result))
@@ -71,8 +69,8 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     if result.machine.is_disturbed:
         warn(
             f"other programs kept {result.machine.busy_cores:.1f} processor cores busy during the"
-            " measurement, so the predictions are too low and the recommended model may be too small; close them, and run"
-            " this command again"
+            " measurement, so the predictions are too low and the recommended model may be too small; close"
+            " them, and run this command again"
         )
     return DONE
 

@@ -293,10 +293,9 @@ def _refused(option: str, text: str, message: str) -> OptionError:
             "use anyOf, or give the alternatives different values of a required property",
             code="constraint_not_supported",
         )
-    reason = "no text satisfies it" if message == "NoExtensionBias" else shorten(message, _MAX_SHOWN_CHARACTERS)
-    return OptionError(
-        f"the {kind.name} cannot be used: {reason}", kind.hint, code="constraint_not_supported"
-    )
+    reason = "no text satisfies it" if message == "NoExtensionBias" else message
+    shown = shorten(reason, _MAX_SHOWN_CHARACTERS)
+    return OptionError(f"the {kind.name} cannot be used: {shown}", kind.hint, code="constraint_not_supported")
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:

@@ -63,6 +63,7 @@ def create_app(service: Service) -> ASGIApp:
         for protocol in _PROTOCOLS
         for path, endpoints in _by_path(protocol).items()
     ]
+    _document()  # Build it now, because that would keep other requests waiting.
     routes.append(Route("/openapi.json", PathEndpoint(service, _SYSTEM, {"GET": openapi})))
     public = {each.path for protocol in _PROTOCOLS for each in protocol.endpoints if each.public}
     router = Router(routes, redirect_slashes=False, default=_unknown_path)

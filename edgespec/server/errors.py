@@ -96,7 +96,9 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
         case MemoryBudgetError():
             return ApiError(400, str(error), code=error.code, param="model")
         case AttachmentError() | OptionError() | TemplateError() | CapabilityError():
-            return invalid_request(shorten(error, _MAX_MESSAGE_CHARACTERS), param=error.option or None, code=error.code)
+            return invalid_request(
+                shorten(error, _MAX_MESSAGE_CHARACTERS), param=error.option or None, code=error.code
+            )
         case BusyError():
             return ApiError(429, str(error), "rate_limit_error", error.code, headers=retry)
         case ClosedError() | CancelledError():

@@ -14,8 +14,7 @@ from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.leniency.constraints import answer_constraint, constraints_in
 from edgespec.server.leniency.values import asks_for_constraint
-from edgespec.server.ollama.replies import options_of
-from edgespec.server.ollama.replies import OllamaChatRequest
+from edgespec.server.ollama.replies import OllamaChatRequest, options_of
 from edgespec.server.openai.chat import ChatRequest
 from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest

@@ -182,7 +182,6 @@ def _read_images(images: list[str] | None, place: str) -> list[PlacedImage]:
     return [PlacedImage(read_image(f"{place}.{at}", data)) for at, data in enumerate(images or ())]
 
 
-
 class OllamaReply(TypedDict):
     """The fields common to chat and generate responses. All times are in nanoseconds.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from types import MappingProxyType
+
 from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict

@@ -218,9 +218,7 @@ class ChoiceStream:
         count: Number of choices.
     """
 
-    def __init__(
-        self, body: ChoiceFields, head: CompletionHead, generation: Generation, count: int
-    ) -> None:
+    def __init__(self, body: ChoiceFields, head: CompletionHead, generation: Generation, count: int) -> None:
         self._body, self._head, self._generation, self._count = body, head, generation, count
         self._replies: dict[int, Reply] = {}
 
