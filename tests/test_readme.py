@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from edgespec.cli.help import ALIASES
-from edgespec.cli.program import program
+from edgespec.cli.program import ALIASES, program
 from edgespec.options.presets import Preset, write_preset
 
 ROOT = Path(__file__).parent.parent

@@ -104,7 +104,6 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether a path matches a pattern, both split at slashes."""
     # Track all pattern positions reachable after each path part, because backtracking over every `**` would
     # take exponential time.
     matched = _skip_stars({0}, pattern)

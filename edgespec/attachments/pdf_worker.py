@@ -53,7 +53,6 @@ def _extracted(data: bytes) -> tuple[str, str]:
 
 
 def _set_limits() -> None:
-    """Limit this process's CPU time to 30 seconds, and its memory where the system supports that."""
     if sys.platform != "win32":
         import resource
 

@@ -133,7 +133,6 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
 
 
 def _limit_bytes(start: bytes) -> int:
-    """Return the size limit of an attached file, given its first bytes."""
     if looks_like_image(start):
         return MAX_IMAGE_BYTES
     return _MAX_PDF_BYTES if _PDF_MARK in start else _MAX_BYTES

@@ -1,4 +1,7 @@
-"""Draw the memory plan in the terminal as a bar and a table per memory pool."""
+"""Draw the memory plan in the terminal as a bar and a table per memory pool.
+
+This is a module of its own, because importing rich would slow down the help of all commands.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,6 @@ def _streaming(plan: MemoryPlan) -> list[Text]:
 
 
 def _about_context(preview: Preview, requested_tokens: int | None) -> str:
-    """Return a parenthesised note on the context length, or an empty string."""
     tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
     first = preview.first_context_tokens
     remarks = ["as many as the model was trained for"] if tokens == trained else []
@@ -179,7 +181,6 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
-    """Return a table of the machines that the layers are on."""
     table = Table.grid(padding=(0, 2))
     for column in ("left", *("right",) * 7):
         table.add_column(justify="left" if column == "left" else "right")
@@ -199,7 +200,6 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 
 def _spread(spread: SpreadPrediction) -> list[str]:
-    """Return sentences describing how fast a model runs when split across machines."""
     seconds = format_rate(spread.send_seconds)
     lines = [f"Sending the model to the workers takes at least {seconds} s, unless they have cached it."]
     if spread.tokens_per_second is not None:
@@ -229,7 +229,6 @@ def _spread(spread: SpreadPrediction) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """Return the display name of a memory item."""
     for term, shown in _SHOWN_TERMS.items():
         name = name.replace(term, shown)
     return name

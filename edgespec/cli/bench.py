@@ -255,7 +255,6 @@ _Item = TypeVar("_Item")
 
 
 def _print_report(report: BenchReport, machine: Mapping[str, object], *, plot: bool) -> None:
-    """Print a benchmark report, with bar charts if `plot` is set."""
     from edgespec.bench.charts import charts
 
     click.echo(
@@ -366,7 +365,6 @@ def _print_notes(report: BenchReport) -> None:
 
 
 def _verdict(report: BenchReport) -> str:
-    """Return the report's conclusion in one sentence."""
     of_all = [
         each
         for each in report.figures

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# The reply options that the chat can show and change. `schema` is included, because `/schema` changes it.
 # Settings of a chat that are also options for loading a model.
 _METHOD_SETTINGS = tuple(name for name in METHOD_NAMES if name in SETTINGS)
+# The reply options that the chat can show and change. `schema` is included, because `/schema` changes it.
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat or name == "schema")
 
 
@@ -267,7 +267,6 @@ def _choose_models(
 
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:
-    """Return the models of a saved chat, or None if there is no such chat."""
     from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 
@@ -280,7 +279,6 @@ def _models_of_chat(wanted: str) -> ModelReferences | None:
 
 
 def _models_used_last() -> ModelReferences:
-    """Return the models that the last chat used."""
     from edgespec.chat.saved_chat import ModelReferences
     from edgespec.chat.store import ChatStore
     from edgespec.tui.preferences import Preferences, preferences_path

@@ -24,13 +24,10 @@ __all__ = ["command"]
 _MAX_LINE = 80
 
 
-class _Chats(HelpfulGroup):
-    foreign_commands = {"ls": "list", "find": "search", "cat": "show", "rm": "delete"}  # noqa: RUF012
-
-
 @click.group(
     "chats",
-    cls=_Chats,
+    cls=HelpfulGroup,
+    foreign_commands={"ls": "list", "find": "search", "cat": "show", "rm": "delete"},
     short_help="List, search, show, export, import and delete saved chats.",
     examples=(
         "edgespec chats list",

@@ -105,7 +105,6 @@ def _print_problems(settings: Settings) -> int:
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """Return the settings that apply only to the command `name`."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)
@@ -283,7 +282,6 @@ def _key_path(key: str) -> KeyPath:
 
 
 def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
-    """Return the option that a key refers to. Raises click.UsageError."""
     options = every_setting()
     if len(path) == 2:
         if not (options := settings_of(path[0])):

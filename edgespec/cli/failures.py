@@ -107,7 +107,6 @@ def _wrong_usage(error: click.UsageError) -> str:
 
 
 def _unknown_option(error: click.NoSuchOption) -> tuple[str, str]:
-    """Return the error message for an unknown option, and a hint on how to fix it."""
     near = nearest(error.option_name, _options(error.ctx))
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options"
     return f"no such option {error.option_name}", hint

@@ -11,7 +11,7 @@ import select
 import stat
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -195,15 +195,8 @@ def _is_ready(number: int, seconds: float) -> bool:
         return True  # `select` does not support pipes on Windows.
 
 
-class _Prompt(NamedTuple):
-    """The text of a prompt, and the images that precede it."""
-
-    text: str
-    images: tuple[Image, ...]
-
-
-def _with_files(prompt: str, paths: tuple[str, ...], images: tuple[str, ...]) -> _Prompt:
-    """Add files and images to the prompt, and print the number of files in each folder."""
+def _with_files(prompt: str, paths: tuple[str, ...], images: tuple[str, ...]) -> tuple[str, list[Image]]:
+    """Return the prompt with its files, and the images that precede it. Print the files in each folder."""
     from edgespec.attachments import as_image, read_files
     from edgespec.chat.message import with_files
 
@@ -215,11 +208,12 @@ def _with_files(prompt: str, paths: tuple[str, ...], images: tuple[str, ...]) ->
             left_out = f", {read.skipped} skipped (no text)" if read.skipped else ""
             note(f"{path}: {len(read.files)} files{left_out}")
     attached = (file.image for file in files if file.image)
-    return _Prompt(with_files(prompt, files), (*map(as_image, images), *attached))
+    return with_files(prompt, files), [*map(as_image, images), *attached]
 
 
-def _answer(stop: Stop, prompt: _Prompt, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
-    """Load the models, stream the reply to stdout, and return it."""
+def _answer(
+    stop: Stop, prompt: tuple[str, list[Image]], raw: bool, as_json: bool, options: dict[str, Any]
+) -> Reply:
     with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime:
         if runtime.why_no_template and not raw:
             warn(f"the prompt is continued as plain text, because {runtime.why_no_template}")

@@ -16,11 +16,8 @@ from edgespec.cli.failures import WRONG_USAGE, usage_error
 from edgespec.system.spelling import nearest
 
 __all__ = [
-    "ALIASES",
     "BEFORE_RUN",
     "COMMANDS",
-    "MISSING_COMMANDS",
-    "OLLAMA_COMMANDS",
     "HelpfulCommand",
     "HelpfulGroup",
     "SectionOption",
@@ -49,24 +46,6 @@ COMMANDS = (
     "config",
     "delete-data",
     "completion",
-)
-
-# Aliases of commands. `run` is Ollama's name for its chat.
-ALIASES = {"run": "chat"}
-
-# Maps Ollama's commands to the edgespec commands to suggest instead. MODEL is replaced by the next argument.
-OLLAMA_COMMANDS = {
-    "list": "models list",
-    "ls": "models list",
-    "pull": "models pull MODEL",
-    "show": "models show MODEL",
-    "rm": "models remove MODEL",
-    "cp": "models alias",
-    "help": "--help",
-}
-# Maps Ollama commands without an edgespec equivalent to the hint to show for them.
-MISSING_COMMANDS = dict.fromkeys(
-    ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
 )
 
 
@@ -148,17 +127,26 @@ class HelpfulCommand(_Helpful):
 
 
 class HelpfulGroup(_Helpful, click.Group):
-    """A group of commands. Its help shows examples, and lists commands before options."""
+    """A group of commands. Its help shows examples, and lists commands before options.
+
+    Args:
+        foreign_commands: Maps other programs' commands to the edgespec commands to suggest instead. MODEL is
+            replaced by the next argument.
+        missing_commands: Maps other programs' commands without an edgespec equivalent to the hint to show for
+            them.
+    """
 
     command_class = HelpfulCommand
-    # Maps other programs' commands to the edgespec commands to suggest instead. MODEL is replaced by the next
-    # argument.
-    foreign_commands: Mapping[str, str] = {}
-    # Maps other programs' commands without an edgespec equivalent to the hint to show for them.
-    missing_commands: Mapping[str, str] = {}
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        foreign_commands: Mapping[str, str] | None = None,
+        missing_commands: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, no_args_is_help=False, **settings)
+        self._foreign_commands, self._missing_commands = foreign_commands or {}, missing_commands or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse arguments. If the subcommand is missing, show the help and exit with status 2."""
@@ -177,12 +165,12 @@ class HelpfulGroup(_Helpful, click.Group):
         """Return the subcommand. For an unknown name, raise an error that suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
-            near = nearest(name, dict.fromkeys([*known, *self.foreign_commands]))
-            if name in self.missing_commands:
-                hint = self.missing_commands[name]
+            near = nearest(name, dict.fromkeys([*known, *self._foreign_commands]))
+            if name in self._missing_commands:
+                hint = self._missing_commands[name]
             elif near:
                 model = shlex.quote(args[1]) if args[1:] and not args[1].startswith("-") else "MODEL"
-                meant = self.foreign_commands.get(near[0], near[0])
+                meant = self._foreign_commands.get(near[0], near[0])
                 hint = f"did you mean '{meant.replace('MODEL', model)}'?"
             else:
                 hint = f"available commands: {', '.join(known)}"

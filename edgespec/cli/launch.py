@@ -376,8 +376,6 @@ def _server(url: str, model: str | None, api_key: str | None) -> _Server:
 
 
 class _Written(NamedTuple):
-    """The result of writing a configuration: the file, whether it changed, and the backup, if any."""
-
     path: Path
     changed: bool
     copy: Path | None = None
@@ -427,7 +425,6 @@ def _with_entry(old: str, entry: str) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """Return an unused path for a backup of a file."""
     number, copy = 1, path.with_name(f"{path.name}.bak")
     while copy.exists():
         number += 1

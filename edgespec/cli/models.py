@@ -23,6 +23,7 @@ from edgespec.cli.models_shown import (
     published_head,
 )
 from edgespec.cli.options import declared_options, json_option, model_reference
+from edgespec.cli.running import with_progress
 from edgespec.cli.screen import (
     ProgressLine,
     is_terminal,
@@ -59,13 +60,10 @@ _MAX_UNUSABLE = 3
 _LOOK_CONTEXT_TOKENS = 256
 
 
-class _Models(HelpfulGroup):
-    foreign_commands = {"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"}  # noqa: RUF012
-
-
 @click.group(
     "models",
-    cls=_Models,
+    cls=HelpfulGroup,
+    foreign_commands={"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"},
     short_help="List, show, download, name and remove models.",
     examples=(
         "edgespec models list",
@@ -290,7 +288,6 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
-    """Return a catalogue model's files on this machine, keyed by quantisation."""
     from edgespec.store.reference import resolve
 
     files = {}
@@ -386,12 +383,7 @@ def pull_model(reference: str, as_json: bool) -> None:
 
     If a download is interrupted, run the command again to continue it.
     """
-
-    def fetch(stop: Stop) -> Resolved:
-        with ProgressLine(stop) as progress:
-            return _resolver(reference)(reference, progress=progress)
-
-    found = interruptible(fetch)
+    found = with_progress(lambda progress: _resolver(reference)(reference, progress=progress))
     if as_json:
         print_json(
             {"reference": reference, "path": str(found.path), "source": found.source, "note": found.note}
@@ -529,7 +521,6 @@ def _catalogued(reference: str) -> ModelEntry | None:
 
 
 def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts | None, str]:
-    """Load a model and return (facts, ""), or (None, reason) if it cannot be loaded."""
     import edgespec
 
     options: dict[str, Any] = {"context": _LOOK_CONTEXT_TOKENS, "method": "none"}

@@ -158,7 +158,6 @@ class Shown:
 
 
 def _count_text(count: int) -> str:
-    """Format a parameter count, such as `8.03 B`."""
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
@@ -231,7 +230,6 @@ def _info_json(info: ModelInfo) -> dict[str, Any]:
 
 
 def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the properties known only after loading, as a JSON object."""
     return {
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
@@ -343,7 +341,6 @@ def _sampling_line(settings: Mapping[str, RecommendedSetting]) -> str:
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
-    """Return the lines for properties known only after loading."""
     capabilities = facts.capabilities
     if not capabilities.rollback:
         speculation = f"no: {capabilities.reason}"
@@ -467,7 +464,6 @@ def _file_lines(kind: str, info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _reads(kind: str, info: ModelInfo) -> str:
-    """Describe the hidden states that a head reads."""
     if info.read_layers:
         *first, last = map(str, info.read_layers)
         where = f"the hidden states of the model's layers {', '.join(first)} and {last}"

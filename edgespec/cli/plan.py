@@ -9,9 +9,9 @@ import click
 
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import LOAD_NAMES, WORKER_NAMES, declared_options, json_option
-from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width, warn
+from edgespec.cli.running import with_progress
+from edgespec.cli.screen import note, print_json, terminal_width, warn
 
 if TYPE_CHECKING:
     from edgespec.loading.preview import Preview
@@ -44,7 +44,9 @@ def command(as_json: bool, **options: Any) -> int:
     along with the speed of the connection to it. The exit status is 0 even if the model does not fit, so
     scripts should check `fits` in the --json output.
     """
-    preview = interruptible(lambda stop: _preview(stop, options))
+    from edgespec.loading.preview import plan
+
+    preview = with_progress(lambda progress: plan(**options, progress=progress))
     if preview.plan.unused_experts:
         warn(preview.plan.unused_experts)
     if as_json:
@@ -68,13 +70,6 @@ def command(as_json: bool, **options: Any) -> int:
             note(line)
         _print(preview, options["context"])
     return DONE
-
-
-def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
-    from edgespec.loading.preview import plan
-
-    with ProgressLine(stop) as progress:
-        return plan(**options, progress=progress)
 
 
 def _window_json(preview: Preview) -> dict[str, Any]:

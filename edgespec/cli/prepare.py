@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec.cli.help import HelpfulGroup
-from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import (
     Decorator,
     KindType,
@@ -18,6 +17,7 @@ from edgespec.cli.options import (
     json_option,
     model_reference,
 )
+from edgespec.cli.running import with_progress
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable, warn
 from edgespec.errors import OptionError
 from edgespec.options.option import Size
@@ -173,7 +173,6 @@ def lowbit(
 
 
 def _output_option(thing: str) -> Decorator:
-    """Return a decorator that adds the required option `--to`."""
     return click.option(
         "--to",
         metavar="FILE",
@@ -250,11 +249,9 @@ def _convert(
     """
     from edgespec.store.reference import resolve
 
-    def work(stop: Stop) -> int:
-        with ProgressLine(stop) as progress:
-            return convert(find(progress), resolve(reference, progress=progress).path, to)
-
-    size_bytes = interruptible(work)
+    size_bytes = with_progress(
+        lambda progress: convert(find(progress), resolve(reference, progress=progress).path, to)
+    )
     if as_json:
         print_json({"kind": kind, "file": str(to), "file_bytes": size_bytes})
         return
@@ -279,22 +276,19 @@ def _resolve_and_prepare(
     """Resolve the model, downloading it if needed, and call `make` with its path."""
     from edgespec.store.reference import resolve
 
-    def work(stop: Stop) -> PreparedModel:
-        with ProgressLine(stop) as progress:
-            found = resolve(reference, progress=progress)
-            if not found.file_format.preparations:
-                raise OptionError(
-                    f"{found.name} needs no preparation, because {found.backend.name} can draft with the"
-                    " original file",
-                    "use the method directly, for example `edgespec chat --method layerskip`",
-                )
-            if kind not in found.file_format.preparations:
-                raise OptionError(
-                    f"{found.path} is already prepared", "pass the GGUF file that it was made from"
-                )
-            return make(found.path, progress)
+    def work(progress: ProgressLine) -> PreparedModel:
+        found = resolve(reference, progress=progress)
+        if not found.file_format.preparations:
+            raise OptionError(
+                f"{found.name} needs no preparation, because {found.backend.name} can draft with the"
+                " original file",
+                "use the method directly, for example `edgespec chat --method layerskip`",
+            )
+        if kind not in found.file_format.preparations:
+            raise OptionError(f"{found.path} is already prepared", "pass the GGUF file that it was made from")
+        return make(found.path, progress)
 
-    return interruptible(work)
+    return with_progress(work)
 
 
 def _exit_row(found: dict[str, Any]) -> tuple[str, ...]:

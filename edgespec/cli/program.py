@@ -13,22 +13,34 @@ import click
 
 from edgespec import __version__
 from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, error_json, exit_status
-from edgespec.cli.help import ALIASES, COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, HelpfulGroup, load_command
+from edgespec.cli.help import COMMANDS, HelpfulGroup, load_command
 from edgespec.cli.screen import print_json, printable
 from edgespec.errors import EdgespecError
 from edgespec.system.stdio import use_utf8
 
-__all__ = ["Program", "program"]
+__all__ = ["ALIASES", "OLLAMA_COMMANDS", "Program", "program"]
 
-# `run` is not in the list of commands, because it is another name for `chat`.
-_SUGGESTED_COMMANDS = {**OLLAMA_COMMANDS, "run": "run MODEL"}
+# Aliases of commands. `run` is Ollama's name for its chat.
+ALIASES = {"run": "chat"}
+
+# Maps Ollama's commands to the edgespec commands to suggest instead. MODEL is replaced by the next argument.
+OLLAMA_COMMANDS = {
+    "list": "models list",
+    "ls": "models list",
+    "pull": "models pull MODEL",
+    "show": "models show MODEL",
+    "rm": "models remove MODEL",
+    "cp": "models alias",
+    "help": "--help",
+}
+# Maps Ollama commands without an edgespec equivalent to the hint to show for them.
+_MISSING_COMMANDS = dict.fromkeys(
+    ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
+)
 
 
 class Program(HelpfulGroup):
     """The top-level command group. Commands are imported lazily, so that edgespec starts quickly."""
-
-    foreign_commands = _SUGGESTED_COMMANDS
-    missing_commands = MISSING_COMMANDS
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -113,6 +125,9 @@ def _reader_left() -> int:
 
 @click.group(
     cls=Program,
+    # `run` is not in the list of commands, because it is another name for `chat`.
+    foreign_commands={**OLLAMA_COMMANDS, "run": "run MODEL"},
+    missing_commands=_MISSING_COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     examples=(
         "edgespec chat",

@@ -8,9 +8,9 @@ import click
 
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import declared_options, json_option
-from edgespec.cli.screen import ProgressLine, note, print_json, print_table, warn
+from edgespec.cli.running import with_progress
+from edgespec.cli.screen import note, print_json, print_table, warn
 from edgespec.system.files import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     The first time, edgespec measures how fast this machine is, which takes up to 20 seconds. Nothing is
     downloaded. Predictions assume short chats on an otherwise idle machine.
     """
-    result = interruptible(lambda stop: _recommend(stop, task, measure, sizes))
+    from edgespec.loading.recommendation import recommend
+
+    result = with_progress(lambda progress: recommend(task, **sizes, remeasure=measure, progress=progress))
     note(result.machine.notice)
     if as_json:
         print_json(_json(result))
@@ -67,18 +69,10 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     if result.machine.is_disturbed:
         warn(
             f"other programs kept {result.machine.busy_cores:.1f} processor cores busy during the"
-            " measurement,"
-            " so the predictions are too low and the recommended model may be too small; close them, and run"
-            " this command again"
+            " measurement, so the predictions are too low and the recommended model may be too small; close"
+            " them, and run this command again"
         )
     return DONE
-
-
-def _recommend(stop: Stop, task: Any, measure: bool, sizes: dict[str, Any]) -> Recommendation:
-    from edgespec.loading.recommendation import recommend
-
-    with ProgressLine(stop) as progress:
-        return recommend(task, **sizes, remeasure=measure, progress=progress)
 
 
 def _json(result: Recommendation) -> dict[str, object]:

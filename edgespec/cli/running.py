@@ -6,17 +6,17 @@ Ctrl-C cancels loading.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from edgespec.cli.interrupt import Stop
+from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import KindType
 from edgespec.cli.screen import ProgressLine, is_terminal, note, warn
 from edgespec.errors import OptionError
@@ -38,12 +38,25 @@ __all__ = [
     "reject_remember",
     "seed_option",
     "temperatures_option",
+    "with_progress",
 ]
+
+_Result = TypeVar("_Result")
 
 _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
 # If stderr is not a terminal, print the remaining time only if it is at least this many seconds.
 _MIN_REPORTED_SECONDS = 10.0
+
+
+def with_progress(work: Callable[[ProgressLine], _Result]) -> _Result:
+    """Run `work` like `interruptible`, but pass it a progress line, which also forwards stop requests."""
+
+    def run(stop: Stop) -> _Result:
+        with ProgressLine(stop) as progress:
+            return work(progress)
+
+    return interruptible(run)
 
 
 @contextmanager

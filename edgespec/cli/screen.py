@@ -110,7 +110,6 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], optional: S
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[str]) -> Table:
-    """Return a table with the columns whose headings are in `shown`."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -178,7 +178,6 @@ class _Printable(logging.Formatter):
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    """Send the server's log to stderr only, until the `with` block ends."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(message)s", "%H:%M:%S"))
     log = logging.getLogger("edgespec.server")
@@ -223,7 +222,6 @@ def _chat_words(ctx: click.Context, args: Sequence[str]) -> list[str]:
 
 
 def _serve_chat(stop: Stop, words: Sequence[str], port: int, key: str | None, *, as_json: bool) -> None:
-    """Serve the chat to browsers until a stop is requested."""
     from edgespec.tui.browser import BrowserChat
 
     server = BrowserChat(words, port, key)

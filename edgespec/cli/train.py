@@ -126,7 +126,6 @@ def _training_options(example: str) -> Decorator:
 
 
 def _add_head_command(training: HeadTraining, method: str) -> None:
-    """Add the command that trains heads for a method."""
     name, title = training.command, training.title
 
     @command.command(
@@ -275,7 +274,6 @@ def _print_estimate(estimate: TrainingEstimate, *, is_rest: bool) -> None:
 
 @contextmanager
 def _hint_to_continue() -> Iterator[None]:
-    """Add a hint on how to continue to any CancelledError raised in the block."""
     try:
         yield
     except CancelledError as error:
@@ -315,7 +313,6 @@ def print_result(result: TrainingResult, title: str) -> None:
 
 
 def _verdict(tokens_per_pass: float, title: str) -> str:
-    """Return a sentence on whether a drafter with this many tokens per pass makes replies faster."""
     measured = f"With the new {title}, the model writes {tokens_per_pass:.2f} tokens per pass instead of 1"
     if tokens_per_pass >= _USEFUL_TOKENS_PER_PASS:
         return f"{measured}, so it can make replies faster."

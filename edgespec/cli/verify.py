@@ -206,7 +206,6 @@ def _verify(
 
 
 def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, Any]) -> str:
-    """Describe how many replies `verify` will generate, and how that number breaks down."""
     factors = [
         counted(prompts, "prompt"),
         counted(len(compared["temperatures"]), "temperature"),
@@ -239,7 +238,6 @@ def _smallest_p_value(facts: dict[str, Any]) -> float:
 
 
 def _verdict(facts: dict[str, Any]) -> str:
-    """Return a one-sentence conclusion for a report without failed checks."""
     if facts["acceptance"] == "rejection":
         return "Passed: the speed-up did not measurably change the probabilities of the replies."
     methods = facts["methods"].values()
@@ -294,7 +292,6 @@ def _cell(value: float | None) -> str:
 
 
 def _described(divergence: dict[str, Any]) -> str:
-    """Describe where a reply differs, and why."""
     where = ", ".join(
         f"{name.replace('_', ' ')} {divergence[name]}"
         for name in ("prompt", "temperature", "draft_length", "position", "plain_token", "other_token")

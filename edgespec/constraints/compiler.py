@@ -12,16 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from queue import Empty, SimpleQueue
-from threading import BoundedSemaphore, Lock, Thread
+from queue import Empty, Full, Queue, SimpleQueue
+from threading import BoundedSemaphore, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.tool_calls.grammar import AnswerRule
-from edgespec.constraints.answer_start import AnswerStart
 from edgespec.constraints.matcher import Constraint, as_expression, new_matcher, readable, text_of
-from edgespec.constraints.processor import ConstraintProcessor
+from edgespec.constraints.processor import AnswerStart, ConstraintProcessor
 from edgespec.constraints.tokenizer import ConstraintTokenizer
-from edgespec.errors import CapabilityError, EdgespecError, OptionError
+from edgespec.errors import CapabilityError, EdgespecError, OptionError, shorten
 from edgespec.model.base import Vocabulary
 from edgespec.options.schemas.enforceable import enforceable_schema, requires_endless_value, subschemas
 from edgespec.system.child_process import ChildProcess, module_arguments
@@ -154,14 +153,14 @@ class ConstraintCompiler:
             # edgespec generates one for replies that can contain either tool calls or an answer.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
-                f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
+                f"the reply starts with {shorten(start.text, _MAX_SHOWN_CHARACTERS)!r}, which violates the"
+                f" {name}",
                 f"continue the reply without the {name}, or ask for a new reply",
                 code="constraint_violated",
             )
         return ConstraintProcessor(tokenizer, matcher, start)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
-        """Return a new matcher, positioned at the start of the reply."""
         if matcher := self._cached_matcher(constraint):
             return matcher
         text = _checked_text(constraint)
@@ -182,7 +181,6 @@ class ConstraintCompiler:
             return compiled.matcher.deep_copy()
 
     def _add_to_cache(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Cache a compiled constraint. If the cache is full, evict the least recently used ones."""
         with self._lock:
             self._cache[constraint] = compiled
             while len(self._cache) > 1 and (
@@ -251,7 +249,6 @@ def _is_endless(schema: str) -> bool:
 
 
 def _refused(option: str, text: str, message: str) -> OptionError:
-    """Convert llguidance's error message about a constraint to an OptionError."""
     kind, message = _KINDS[option], readable(message)
     if option == "grammar" and _GBNF_RULE.search(text):
         return OptionError(
@@ -261,20 +258,21 @@ def _refused(option: str, text: str, message: str) -> OptionError:
         )
     if option == "regex" and (error := _REGEX_ERROR.search(message)):
         return OptionError(
-            f"invalid regular expression {_shortened(text)!r}: {error[1]}",
+            f"invalid regular expression {shorten(text, _MAX_SHOWN_CHARACTERS)!r}: {error[1]}",
             kind.hint,
             code="constraint_invalid",
         )
     if option == "regex" and (look := _LOOK_AROUND.search(message)):
         return OptionError(
-            f"the regular expression {_shortened(text)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
+            f"the regular expression {shorten(text, _MAX_SHOWN_CHARACTERS)!r} cannot be used:"
+            f" {_LOOKS[look[1]]} is not supported",
             "remove it, because the whole reply must match anyway, or spell out the text that is allowed"
             " there",
             code="constraint_not_supported",
         )
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
         verb = "are" if "," in keywords[1] else "is"
-        names = _shortened(keywords[1].replace('"', ""))
+        names = shorten(keywords[1].replace('"', ""), _MAX_SHOWN_CHARACTERS)
         place = _place(text, lambda part: all(name in part for name in json.loads(f"[{keywords[1]}]")))
         return OptionError(
             f"the {kind.name} cannot be used: {names} {verb} not supported{place}",
@@ -295,21 +293,16 @@ def _refused(option: str, text: str, message: str) -> OptionError:
             "use anyOf, or give the alternatives different values of a required property",
             code="constraint_not_supported",
         )
-    reason = "no text satisfies it" if message == "NoExtensionBias" else _shortened(message)
-    return OptionError(
-        f"the {kind.name} cannot be used: {reason}", kind.hint, code="constraint_not_supported"
-    )
+    reason = "no text satisfies it" if message == "NoExtensionBias" else message
+    shown = shorten(reason, _MAX_SHOWN_CHARACTERS)
+    return OptionError(f"the {kind.name} cannot be used: {shown}", kind.hint, code="constraint_not_supported")
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
     """Return the first matching subschema's path, formatted for a message, or "" if none matches."""
     places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
     found = next(places, None)
-    return f" (in {_shortened(found)})" if found else ""
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
+    return f" (in {shorten(found, _MAX_SHOWN_CHARACTERS)})" if found else ""
 
 
 class ConstraintTrial:
@@ -370,8 +363,7 @@ class ConstraintTrial:
 
 _trial_places = BoundedSemaphore(_MAX_TRIALS)
 # Holds at most one idle child process, shared by all models, because each process uses about 40 MiB.
-_idle_trials: list[ConstraintTrial] = []
-_trial_lock = Lock()
+_idle_trials: Queue[ConstraintTrial] = Queue(1)
 
 
 @contextmanager
@@ -379,17 +371,15 @@ def _borrowed_trial() -> Iterator[ConstraintTrial]:
     """Yield a trial for exclusive use, waiting for one if all are in use."""
     with _trial_places:
         try:
-            trial = _idle_trials.pop()
-        except IndexError:
+            trial = _idle_trials.get_nowait()
+        except Empty:
             trial = ConstraintTrial()
         try:
             yield trial
         finally:
-            with _trial_lock:
-                is_surplus = bool(_idle_trials)
-                if not is_surplus:
-                    _idle_trials.append(trial)
-            if is_surplus:
+            try:
+                _idle_trials.put_nowait(trial)
+            except Full:
                 trial.close()
 
 

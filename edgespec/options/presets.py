@@ -109,7 +109,6 @@ def write_preset(preset: Preset) -> Path:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as a TOML literal. Strings with line breaks become multi-line literals."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

@@ -29,9 +29,7 @@ __all__ = [
     "as_bytes",
     "check_load_arguments",
     "check_names",
-    "documentation",
     "load_arguments_for_another_model",
-    "options_table",
     "setting_value",
     "unknown_setting",
     "unread_options",
@@ -174,38 +172,3 @@ def unread_options(methods: Iterable[str]) -> list[str]:
     """Return the options that no drafter in `methods` uses. Raises OptionError for an unknown method."""
     drafters = {name for method in methods for name in parse_method(method)}
     return [name for name in LOAD_OPTIONS if (readers := readers_of(name)) and drafters.isdisjoint(readers)]
-
-
-_PAGE = """# Options
-
-Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and
-in the settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
-
-## Loading a model
-
-`edgespec.load(target, draft, ...)` and `edgespec.plan(target, draft, ...)` take these options.
-
-{load}
-## Replies
-
-`Runtime.generate(prompt, ...)` and the other methods that generate replies take these options.
-
-{reply}"""
-
-
-def documentation() -> str:
-    """Return the documentation page for all options (`docs/options.md`)."""
-    load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
-    return _PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
-
-
-def options_table(options: Mapping[str, Option]) -> str:
-    """Return a Markdown table of options with their names, defaults, descriptions and methods."""
-    lines = ["| option | default | what it does | used by |", "| --- | --- | --- | --- |"]
-    for name, option in options.items():
-        default = option.default_text or (
-            "none" if option.default in (None, (), {}) else str(option.default).lower()
-        )
-        readers = ", ".join(readers_of(name)) or "every method"
-        lines.append(f"| `{name}` | {default} | {option.help} | {readers} |".replace("|N", "\\|N"))
-    return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ A request passes through these modules:
 To add an API, write a package next to `openai`:
 
 - For each endpoint, a pydantic request model derived from `RequestFields`, a `TypedDict` for its responses,
-  and an async handler that receives a `Call` and returns a `Response`.
+  and an async handler with the decorator `endpoint`, which receives a `Call` and returns a `Response`.
 - A `Protocol` record with the path prefix, the endpoints, and a function that formats errors as the
   API's clients expect. Add the record to `_PROTOCOLS` in `app.py`.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -21,19 +22,17 @@ from typing_extensions import TypedDict
 
 from edgespec import __version__
 from edgespec.server.anthropic import ANTHROPIC
-from edgespec.server.endpoint import Call, Endpoint, PathEndpoint, Protocol, error_response
+from edgespec.server.endpoint import Call, Endpoint, PathEndpoint, Protocol, endpoint, error_response
 from edgespec.server.errors import ApiError
-from edgespec.server.leniency.origins import ANY_ORIGIN, origins_regex
 from edgespec.server.leniency.paths import unknown_path_advice, with_canonical_paths
-from edgespec.server.metrics import ModelGauges
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openai.fields import error_body
 from edgespec.server.responses import json_response
-from edgespec.server.security import Guard
+from edgespec.server.security import ANY_ORIGIN, Guard, origins_regex
 from edgespec.server.service import Service
 
-__all__ = ["create_app", "describe"]
+__all__ = ["create_app"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,13 +63,14 @@ def create_app(service: Service) -> ASGIApp:
         for protocol in _PROTOCOLS
         for path, endpoints in _by_path(protocol).items()
     ]
-    routes.append(Route("/openapi.json", PathEndpoint(service, _SYSTEM, {"GET": describe(_PROTOCOLS)})))
+    _document()  # Build it now, because that would keep other requests waiting.
+    routes.append(Route("/openapi.json", PathEndpoint(service, _SYSTEM, {"GET": openapi})))
     public = {each.path for protocol in _PROTOCOLS for each in protocol.endpoints if each.public}
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
-    app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
-    if service.settings.allowed_origins:
+    key, origins = service.settings.api_key, service.settings.allowed_origins
+    app: ASGIApp = Guard(router, key, origins, _error_response, frozenset(public))
+    if origins:
         # Answer CORS preflight requests, in which browsers ask whether a web page may use the server.
-        origins = service.settings.allowed_origins
         app = CORSMiddleware(
             app,
             [ANY_ORIGIN] if ANY_ORIGIN in origins else [],
@@ -85,15 +85,16 @@ def create_app(service: Service) -> ASGIApp:
 
 def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
     paths: dict[str, dict[str, Endpoint]] = {}
-    for endpoint in protocol.endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+    for each in protocol.endpoints:
+        paths.setdefault(each.path, {})[each.method] = each
     return paths
 
 
-def _protocol_of(path: str) -> Protocol:
-    """Return the API whose prefix is the longest match for a path."""
+def _error_response(path: str, error: ApiError) -> Response:
+    """Return the error response in the format of the API whose prefix is the longest match for a path."""
     prefixes = {prefix: protocol for protocol in _PROTOCOLS for prefix in protocol.prefixes}
-    return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
+    longest = max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")
+    return error_response(prefixes[longest], error)
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +107,7 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
             " `edgespec models pull`, `alias` or `remove` there"
         )
     error = ApiError(404, message, code="not_found")
-    await error_response(_protocol_of(path), error)(scope, receive, send)
+    await _error_response(path, error)(scope, receive, send)
 
 
 class Health(TypedDict):
@@ -116,50 +117,43 @@ class Health(TypedDict):
     loaded: list[str]
 
 
+@endpoint("GET", "/health", response=Health, public=True)
 async def health(call: Call[None]) -> Response:
     """Report that the server is running."""
     state: Health = {"status": "ok", "loaded": [model.name for model in call.service.models.loaded]}
     return json_response(state)
 
 
+@endpoint("GET", "/metrics", response=str)
 async def metrics(call: Call[None]) -> Response:
-    """Return the server's metrics in Prometheus's text format."""
+    """Return the server's counters for Prometheus."""
     gauges = {}
     for model in call.service.models.loaded:
         # Use a thread, because a reply may be holding the prefix cache's lock.
         cache = (await asyncio.to_thread(model.runtime.memory)).prefix_cache
-        gauges[model.name] = ModelGauges(model.queue.waiting, cache.memory_bytes, cache.memory_limit_bytes)
+        gauges[model.name] = {
+            "requests_waiting": model.queue.waiting,
+            "prefix_cache_bytes": cache.memory_bytes,
+            "prefix_cache_limit_bytes": cache.memory_limit_bytes,
+        }
     text = call.service.metrics.text(gauges)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-_SYSTEM = Protocol(
-    "edgespec",
-    (),
-    (
-        Endpoint(
-            "GET", "/health", "Report that the server is running.", health, response=Health, public=True
-        ),
-        Endpoint("GET", "/metrics", "Return the server's counters for Prometheus.", metrics, response=str),
-    ),
-    error_body,
-)
+_SYSTEM = Protocol("edgespec", (), (health, metrics), error_body)
 _PROTOCOLS = (_SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 """The APIs that the server provides."""
 
 
-def describe(protocols: Sequence[Protocol]) -> Endpoint:
-    """Return the endpoint that serves the OpenAPI description of all APIs."""
-    document = _document(protocols)
-
-    async def openapi(_call: Call[None]) -> Response:
-        return json_response(document)
-
-    return Endpoint("GET", "/openapi.json", "Return this description.", openapi)
+@endpoint("GET", "/openapi.json")
+async def openapi(_call: Call[None]) -> Response:
+    """Return the OpenAPI description of all APIs."""
+    return json_response(_document())
 
 
-def _document(protocols: Sequence[Protocol]) -> dict[str, Any]:
-    endpoints = [(protocol, each) for protocol in protocols for each in protocol.endpoints]
+@cache
+def _document() -> dict[str, Any]:
+    endpoints = [(protocol, each) for protocol in _PROTOCOLS for each in protocol.endpoints]
     bodies = [(each.body, "validation") for _, each in endpoints if each.body]
     _, definitions = models_json_schema(bodies, ref_template=_SCHEMAS)  # type: ignore[arg-type]
     schemas = definitions.get("$defs", {})
@@ -194,7 +188,7 @@ def _operation(protocol: Protocol, endpoint: Endpoint, schemas: dict[str, Any]) 
         for status, text in _ERRORS.items()
     }
     described: dict[str, Any] = {
-        "summary": endpoint.summary,
+        "summary": (endpoint.handle.__doc__ or "").partition("\n")[0],
         "tags": [protocol.name],
         "responses": {"200": {"description": "The result.", "content": content}, **errors},
     }

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
@@ -28,7 +28,7 @@ from edgespec.server.responses import SEND_SECONDS, json_response
 from edgespec.server.service import Service
 from edgespec.system.files import format_bytes
 
-__all__ = ["Call", "Endpoint", "PathEndpoint", "Protocol", "error_response"]
+__all__ = ["Call", "Endpoint", "PathEndpoint", "Protocol", "endpoint", "error_response"]
 
 _Body = TypeVar("_Body", bound=BaseModel | None)
 # Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB, as does a photo.
@@ -59,29 +59,44 @@ class Call(Generic[_Body]):
     headers: Mapping[str, str]
 
 
+_Handler: TypeAlias = Callable[[Call[Any]], Awaitable[Response]]
+
+
 @dataclass(frozen=True)
 class Endpoint:
-    """An endpoint of an API.
+    """An endpoint of an API. Created by the decorator `endpoint`.
 
     Attributes:
+        handle: Handles a call. Exceptions other than ApiError are converted by `api_error`. The first line of
+            its docstring is the endpoint's summary in the OpenAPI description.
         method: The HTTP method.
         path: The path, with parameters in braces, as in `/v1/models/{model:path}`.
-        summary: A sentence for the OpenAPI description.
-        handle: Handles a call. Exceptions other than ApiError are converted by `api_error`.
         body: The pydantic model of the request body, or None if there is no body.
         response: The `TypedDict` of the JSON response, or str for plain text.
         streams: Whether the endpoint can stream its response.
         public: Whether clients can use it without an API key.
     """
 
+    handle: _Handler
     method: Literal["GET", "POST"]
     path: str
-    summary: str
-    handle: Callable[[Call[Any]], Awaitable[Response]]
     body: type[RequestFields] | None = None
     response: Any = None
     streams: bool = False
     public: bool = False
+
+
+def endpoint(
+    method: Literal["GET", "POST"],
+    path: str,
+    body: type[RequestFields] | None = None,
+    response: Any = None,
+    *,
+    streams: bool = False,
+    public: bool = False,
+) -> Callable[[_Handler], Endpoint]:
+    """Return a decorator that makes a handler an `Endpoint` with these attributes."""
+    return lambda handle: Endpoint(handle, method, path, body, response, streams, public)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from edgespec.errors import (
     TemplateError,
     WorkerError,
     WorkerLostError,
+    shorten,
 )
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.leniency.values import CONSTRAINT_HINT, asks_for_constraint
@@ -33,7 +34,8 @@ __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "v
 
 # Value of the Retry-After header in seconds, sent when the server is busy or stopping.
 _RETRY_SECONDS = 5
-_MAX_SHOWN_CHARACTERS = 100
+# Maximum lengths in characters of a quoted value, and of a message that may quote longer values.
+_MAX_SHOWN_CHARACTERS, _MAX_MESSAGE_CHARACTERS = 100, 500
 # Matches the type names that pydantic adds to the error location of a union field.
 _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
@@ -94,7 +96,9 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
         case MemoryBudgetError():
             return ApiError(400, str(error), code=error.code, param="model")
         case AttachmentError() | OptionError() | TemplateError() | CapabilityError():
-            return invalid_request(_shortened(str(error)), param=error.option or None, code=error.code)
+            return invalid_request(
+                shorten(error, _MAX_MESSAGE_CHARACTERS), param=error.option or None, code=error.code
+            )
         case BusyError():
             return ApiError(429, str(error), "rate_limit_error", error.code, headers=retry)
         case ClosedError() | CancelledError():
@@ -147,7 +151,7 @@ def validation_error(
         # Keep the last part of the path even if it looks like a type name, because it comes from the request.
         place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
-        return invalid_request(_shortened(str(wrong)), param=place, code=wrong.code)
+        return invalid_request(shorten(wrong, _MAX_MESSAGE_CHARACTERS), param=place, code=wrong.code)
     if problem["type"] == "extra_forbidden":
         near = _near(place[:_MAX_SHOWN_CHARACTERS], known)
         option = FOREIGN_NAMES.get(place, place)
@@ -200,8 +204,4 @@ def _place(path: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return _shortened(repr(value), _MAX_SHOWN_CHARACTERS)
-
-
-def _shortened(text: str, characters: int = 500) -> str:
-    return text if len(text) <= characters else f"{text[:characters]}..."
+    return shorten(repr(value), _MAX_SHOWN_CHARACTERS)

@@ -29,7 +29,6 @@ from edgespec.server.errors import invalid_request
 from edgespec.server.leniency.values import (
     Repair,
     asks_for_constraint,
-    field_repair,
     repair_for,
     token_biases,
 )
@@ -200,7 +199,9 @@ def _names(fields: type[RequestFields]) -> frozenset[str]:
 @cache
 def _repairs(fields: type[_Fields]) -> dict[str, Repair]:
     """Return the functions that repair a class's field values, keyed by the field's JSON name."""
-    repairs = {info.alias or name: field_repair(name, info) for name, info in fields.model_fields.items()}
+    repairs = {
+        info.alias or name: repair_for(name, info.annotation) for name, info in fields.model_fields.items()
+    }
     return {name: repair for name, repair in repairs.items() if repair}
 
 
@@ -282,7 +283,6 @@ def _reply_fields() -> dict[str, Any]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute name for an option, with `_` appended if it clashes with a pydantic method."""
     return f"{name}_" if name in dir(BaseModel) else name
 
 

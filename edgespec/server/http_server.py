@@ -113,7 +113,6 @@ class HttpServer:
             self._socket.close()
 
     async def _serve(self, server: uvicorn.Server, service: Service, on_ready: Callable[[], None]) -> None:
-        """Serve requests until a stop is requested, then cancel all replies."""
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -241,7 +240,6 @@ class _TimedProtocol(H11Protocol):
         self._check_reader_in(2 * seconds)
 
     def _is_busy(self) -> bool:
-        """Return whether a request's headers have arrived but its response is not complete yet."""
         cycle: RequestResponseCycle | None = self.cycle
         return bool(cycle and not cycle.response_complete)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from edgespec import Reply
 
-__all__ = ["Metrics", "ModelGauges"]
+__all__ = ["Metrics"]
 
 _HELP = {
     "requests": "HTTP requests by path and status.",
@@ -29,15 +28,6 @@ _GAUGE_HELP = {
     "prefix_cache_bytes": "Memory that the prefix cache of a loaded model uses.",
     "prefix_cache_limit_bytes": "Maximum memory of the prefix cache of a loaded model.",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ModelGauges:
-    """The current gauge values of a loaded model. Each attribute is named after its gauge."""
-
-    requests_waiting: int
-    prefix_cache_bytes: int
-    prefix_cache_limit_bytes: int
 
 
 class Metrics:
@@ -62,12 +52,8 @@ class Metrics:
                 for name in _STATS:
                     self._totals[name] += getattr(reply.stats, name)
 
-    def text(self, models: Mapping[str, ModelGauges]) -> str:
-        """Return all metrics in Prometheus's text format.
-
-        Args:
-            models: The gauges of each loaded model, by name.
-        """
+    def text(self, models: Mapping[str, Mapping[str, int]]) -> str:
+        """Return all metrics in Prometheus's text format, given the gauges of each loaded model."""
         with self._lock:
             requests = {f'path="{path}",status="{code}"': n for (path, code), n in self._requests.items()}
             lines = _lines("requests", requests)
@@ -77,7 +63,7 @@ class Metrics:
         for name, meaning in _GAUGE_HELP.items():
             lines += [f"# HELP edgespec_{name} {meaning}", f"# TYPE edgespec_{name} gauge"]
             for model, gauges in models.items():
-                lines.append(f'edgespec_{name}{{model="{_escaped(model)}"}} {getattr(gauges, name)}')
+                lines.append(f'edgespec_{name}{{model="{_escaped(model)}"}} {gauges[name]}')
         return "\n".join(lines) + "\n"
 
 

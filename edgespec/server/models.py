@@ -332,7 +332,6 @@ class ModelPool:
         return list(known.values())
 
     def _find(self, name: str | None, *, prepare: bool = False, download: bool = False) -> FoundModel:
-        """Return the model that `name` refers to. See `_found` for the arguments."""
         found = partial(self._found, prepare=prepare, download=download)
         name = (name or "").strip() or self.own_name
         try:
@@ -527,7 +526,6 @@ class _FileNameError(ModelNotFoundError):
 
 
 def _name_of(target: str) -> str:
-    """Return the name of the server's own model: the reference, or the file name if it is a path."""
     path = Path(target).expanduser()
     return (path.name or path.resolve().name) if _is_path(target) else target
 
@@ -555,7 +553,6 @@ def _is_unknown(name: str) -> bool:
 
 
 def _reason(name: str, problem: ModelNotFoundError) -> str:
-    """Explain why a name does not refer to any model on this machine."""
     alias = user_aliases().get(name.lower())
     if alias:
         return f"{name[:100]} stands for {alias}, but {problem.what}"

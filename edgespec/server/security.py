@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgespec.server.endpoint import Protocol, error_response
+from edgespec.errors import OptionError
 from edgespec.server.errors import ApiError, invalid_request
-from edgespec.server.leniency.origins import is_loopback, is_origin, origins_regex
-from edgespec.server.settings import ServerSettings
 
-__all__ = ["Guard"]
+__all__ = ["ANY_ORIGIN", "Guard", "is_loopback", "is_origin", "origins_regex"]
 
 
 class Guard:
@@ -30,23 +30,23 @@ class Guard:
 
     Args:
         app: The application to protect.
-        settings: The server's settings.
-        protocol_of: Returns the API that a path belongs to, which determines the error format.
+        api_key: The key that clients must send, if any.
+        allowed_origins: Origins of the web pages that may use the server, in the syntax of `origins_regex`.
+        error_response: Returns the response for an error at a path, in the format of the path's API.
         public_paths: Paths that need no API key.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        settings: ServerSettings,
-        protocol_of: Callable[[str], Protocol],
+        api_key: str | None,
+        allowed_origins: tuple[str, ...],
+        error_response: Callable[[str, ApiError], Response],
         public_paths: frozenset[str],
     ) -> None:
-        self._app, self._protocol_of, self._public_paths = app, protocol_of, public_paths
-        key = settings.api_key
-        self._key_digest = None if key is None else _digest(key.encode("utf-8", "surrogateescape"))
-        origins = settings.allowed_origins
-        self._origins = re.compile(origins_regex(origins)) if origins else None
+        self._app, self._error_response, self._public_paths = app, error_response, public_paths
+        self._key_digest = None if api_key is None else _digest(api_key.encode("utf-8", "surrogateescape"))
+        self._origins = re.compile(origins_regex(allowed_origins)) if allowed_origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or reject it with 400, 401 or 403."""
@@ -56,7 +56,7 @@ class Guard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(self._protocol_of(scope["path"]), error)(scope, receive, send)
+            await self._error_response(scope["path"], error)(scope, receive, send)
 
     def _problem(self, path: str, headers: Headers) -> ApiError | None:
         if "transfer-encoding" in headers and "content-length" in headers:
@@ -117,7 +117,100 @@ def _digest(key: bytes) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """Return the host name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if ":" in host else host
+
+
+ANY_ORIGIN = "*"
+"""The pattern that allows every web page and app."""
+
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[^/?#@:\[\]\s]*)(?::(?P<port>[0-9]{1,5}|\*))?/?",
+    re.IGNORECASE,
+)
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_HOST = re.compile(r"[a-z0-9_.-]*|\[[0-9a-f:.]+\]")
+_ANY_PORT = r"(?::[0-9]+)?"
+
+
+def origins_regex(origins: Iterable[str]) -> str:
+    """Return a regular expression matching the allowed origins as browsers send them.
+
+    - Case, a trailing slash and the default port are ignored.
+    - `*.example.com` matches any subdomain, `:*` any port, and `chrome-extension://*` any extension.
+    - A name for this machine without a port, such as `http://localhost`, allows every port.
+
+    Args:
+        origins: The origins as users write them. Each string can contain several, separated by commas.
+
+    Raises:
+        OptionError: An item in `origins` is not an origin.
+    """
+    each = [part for origin in origins for part in origin.split(",")]
+    return f"(?i:{'|'.join(map(_regex, each))})"
+
+
+def is_origin(text: str) -> bool:
+    """Return whether `origins_regex` accepts a string as an origin."""
+    try:
+        return bool(_regex(text))
+    except OptionError:
+        return False
+
+
+def _regex(origin: str) -> str:
+    text = origin.strip()
+    if text == ANY_ORIGIN:
+        return ".*"
+    if text.lower() == "null":
+        return "null"  # Browsers send this for files and other pages without an origin.
+    match = _ORIGIN.fullmatch(text)
+    if match is None:
+        raise OptionError(f"--allow-origin {text[:100]!r} is not an origin", _advice(text))
+    scheme, port = match["scheme"].lower(), match["port"] or ""
+    host, anything = _ascii_host(match["host"].lower()), ""
+    if host == ANY_ORIGIN:
+        host, anything = "", "[^/:]+"
+    elif host.startswith("*."):
+        host, anything = host[1:], "[^/:]+"
+    if not _HOST.fullmatch(host):
+        raise OptionError(
+            f"--allow-origin {text[:100]!r} has an invalid host",
+            "write a host such as chat.example.com, or *.example.com for all its subdomains",
+        )
+    if port == _DEFAULT_PORTS.get(scheme):
+        port = ""
+    elif port == "*" or (not port and scheme in _DEFAULT_PORTS and is_loopback(host.strip("[]"))):
+        return f"{re.escape(scheme)}://{anything}{re.escape(host)}{_ANY_PORT}"
+    return re.escape(scheme) + f"://{anything}" + re.escape(host) + (f":{port}" if port else "")
+
+
+def _ascii_host(host: str) -> str:
+    """Return a host name as browsers send it, such as `xn--bcher-kva.example`."""
+    try:
+        return ".".join(
+            label if label.isascii() else label.encode("idna").decode() for label in host.split(".")
+        )
+    except UnicodeError:
+        return host
+
+
+def _advice(text: str) -> str:
+    match = _ORIGIN.match(text)
+    if match and match["host"] and text[len(match[0].rstrip("/"))] in "/?#":
+        return f"an origin has no path; write {match[0].rstrip('/')}"
+    if re.fullmatch(r"[\w.*-]+(:[0-9*]+)?/?", text):
+        return f"write {'http' if is_loopback(text.partition(':')[0]) else 'https'}://{text.rstrip('/')}"
+    return "write an origin such as https://chat.example.com, http://localhost:3000 or chrome-extension://*"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address can be reached only from this machine."""
+    # Host names are case-insensitive. A trailing dot marks a fully qualified name.
+    if host.removesuffix(".").lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

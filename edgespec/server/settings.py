@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.errors import OptionError
 from edgespec.options.default_model import default_model
-from edgespec.server.leniency.origins import is_loopback, origins_regex
+from edgespec.server.security import is_loopback, origins_regex
 
 __all__ = ["ServerSettings"]
 

@@ -161,7 +161,6 @@ class ServerConnection:
 
 
 async def _first(*waiting: Any) -> None:
-    """Wait until the first of several coroutines finishes, and cancel the others."""
     tasks = [asyncio.ensure_future(each) for each in waiting]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

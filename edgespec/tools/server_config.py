@@ -102,7 +102,6 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
 
 
 def _problem(key: str, value: Any) -> str:
-    """Describe the values that a setting accepts, or return an empty string if `value` is valid."""
     if key in ("args", "allow"):
         valid = isinstance(value, list) and all(isinstance(each, str) for each in value)
         return "" if valid else "a list of strings"

@@ -9,10 +9,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
+    from mcp.types import Tool as ListedTool
 
 __all__ = ["MAX_TOOLS", "Tool", "ToolResult", "Veto", "accepted_tools", "limited", "visible"]
 
@@ -72,15 +73,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-class _Listed(Protocol):
-    """The attributes of `mcp.types.Tool` that this module reads."""
-
-    name: str
-    description: str | None
-    input_schema: dict[str, Any]
-
-
-def accepted_tools(server: str, listed: Iterable[_Listed]) -> tuple[tuple[Tool, ...], int]:
+def accepted_tools(server: str, listed: Iterable[ListedTool]) -> tuple[tuple[Tool, ...], int]:
     """Return a server's usable tools, and the number of tools left out.
 
     A tool is left out if its name is invalid or repeated, if its schema is too large, or if 100 tools have

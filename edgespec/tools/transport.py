@@ -111,8 +111,6 @@ async def _http(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any]
 
 
 class _LimitedHTTP(httpx2.AsyncBaseTransport):
-    """Wraps a transport to limit the size of responses."""
-
     def __init__(self, inner: httpx2.AsyncBaseTransport, allowance: _Allowance) -> None:
         self._inner = inner
         self._allowance = allowance

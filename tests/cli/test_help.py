@@ -11,7 +11,7 @@ import click
 import pytest
 
 from edgespec import SamplingParams, __version__
-from edgespec.cli.help import COMMANDS, OLLAMA_COMMANDS, HelpfulCommand, HelpfulGroup
+from edgespec.cli.help import COMMANDS, HelpfulCommand, HelpfulGroup
 from edgespec.cli.options import (
     METHOD_NAMES,
     METHODS,
@@ -20,7 +20,7 @@ from edgespec.cli.options import (
     SAMPLING_NAMES,
     WORKER_NAMES,
 )
-from edgespec.cli.program import program
+from edgespec.cli.program import OLLAMA_COMMANDS, program
 from edgespec.options.methods import method_names
 from edgespec.options.presets import Preset, write_preset
 from edgespec.options.settings import LOAD_OPTIONS, MODEL_OPTIONS

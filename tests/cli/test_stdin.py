@@ -28,8 +28,8 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the prompts that `generate` would answer, instead of answering them."""
     found: list[str] = []
 
-    def refuse(_stop: object, prompt: generate._Prompt, *_: object) -> None:
-        found.append(prompt.text)
+    def refuse(_stop: object, prompt: tuple[str, object], *_: object) -> None:
+        found.append(prompt[0])
         raise OptionError("the test ends here")
 
     monkeypatch.setattr(generate, "_answer", refuse)

@@ -9,13 +9,12 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from edgespec.server.anthropic.messages import AnthropicMessageRequest
+from edgespec.server.anthropic import AnthropicMessageRequest
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.leniency.constraints import answer_constraint, constraints_in
 from edgespec.server.leniency.values import asks_for_constraint
-from edgespec.server.ollama.fields import options_of
-from edgespec.server.ollama.replies import OllamaChatRequest
+from edgespec.server.ollama.replies import OllamaChatRequest, options_of
 from edgespec.server.openai.chat import ChatRequest
 from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest
@@ -75,12 +74,15 @@ SCHEMAS: list[dict[str, Any]] = [
     {"structured_outputs": {"json": SCHEMA}},
     {"nvext": {"guided_json": SCHEMA}},
 ]
+VLLM: dict[str, Any] = {"regex": "[ab]{3}", "choice": ["red", "blue"], "grammar": 'start: "yes" | "no"'}
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"response_format": {"type": "json_object"}}, {"schema": {"type": "object"}}),
     ({"response_format": "json"}, {"schema": {"type": "object"}}),
     ({"response_format": {"type": "json_object", "schema": []}}, {"schema": {"type": "object"}}),
     ({"format": "json"}, {"schema": {"type": "object"}}),
     ({"structured_outputs": {"json_object": True}}, {"schema": {"type": "object"}}),
+    *(({"structured_outputs": {name: value}}, {name: value}) for name, value in VLLM.items()),
+    *(({f"guided_{name}": value}, {name: value}) for name, value in VLLM.items()),
     ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
     ({"response_format": {"type": "grammar", "grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
     ({"response_format": {"type": "text"}}, {}),

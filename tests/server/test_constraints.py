@@ -92,8 +92,6 @@ def test_edgespecs_own_constraints(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"response_format": {"type": "json_schema"}}, "add response_format.json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"regex": "("}, "regex"),
         ({"schema": {"type": 5}}, ""),
         ({"schema": {"$ref": "http://example.com/x.json"}}, ""),
@@ -241,31 +239,6 @@ def test_replies_end_with_schemas_that_do_not_forbid_properties(http: httpx.Clie
         reply = http.post(path, json=body)
         assert reply.status_code == 200, reply.text
         assert re.search(r'\{\\?"n\\?": -?\d+, \\?"kind\\?": \\?"[ab]\\?"\}', reply.text), (path, reply.text)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
-        ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
-        ({"structured_outputs": {"json_object": True}, "max_tokens": 100}, r"\{.*"),
-        ({"structured_outputs": {"json": {"enum": [1, 2]}}}, "[12]"),
-        ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}}, "yes|no"),
-        ({"guided_json": {"type": "object", "properties": {"n": {"const": 1}}}}, r'\{("n": 1)?\}'),
-        ({"guided_json": '{"const": "x"}'}, '"x"'),
-        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
-        ({"guided_choice": ["red", "blue"]}, "red|blue"),
-        ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
-    ],
-)
-def test_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
-    reply = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=fields)
-    assert re.fullmatch(pattern, reply.choices[0].message.content or "")
-    text = client.completions.create(model="demo", prompt=QUESTION, extra_body=fields).choices[0].text
-    assert re.fullmatch(pattern, text)
-    response = client.responses.create(model="demo", input=QUESTION, extra_body=fields)
-    assert re.fullmatch(pattern, response.output_text)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 import edgespec
 from edgespec import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
+from edgespec.server.http_server import HttpServer
 from edgespec.server.models import LoadedModel
+from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,23 @@ def test_an_invalid_request_cancels_the_others(model: LoadedModel) -> None:
 
     asyncio.run(generate())
     assert model.queue.stream("One", max_tokens=2).wait().stats.generated_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": QUESTION}),
+    ],
+)
+def test_a_disconnect_cancels_the_reply(
+    server: HttpServer,
+    http: httpx.Client,
+    endless: dict[str, Any],
+    path: str,
+    prompt: dict[str, Any],
+    stream: bool,
+) -> None:
+    check_disconnect_cancels(server, http, path, {**prompt, "stream": stream, **endless})

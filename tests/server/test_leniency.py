@@ -16,17 +16,17 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from edgespec.errors import OptionError
-from edgespec.server.anthropic.messages import AnthropicMessageRequest
+from edgespec.server.anthropic import AnthropicMessageRequest
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.http_server import HttpServer
 from edgespec.server.leniency.body import parse_body
-from edgespec.server.leniency.origins import is_origin, origins_regex
 from edgespec.server.leniency.paths import canonical_path
 from edgespec.server.ollama.replies import OllamaChatRequest, OllamaGenerateRequest
 from edgespec.server.openai.chat import ChatRequest
 from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest
+from edgespec.server.security import is_origin, origins_regex
 from edgespec.server.settings import ServerSettings
 from tests.cases import covering
 from tests.server.conftest import MESSAGES, QUESTION, running

@@ -15,7 +15,7 @@ from ollama import ResponseError
 import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
-from edgespec.server.ollama.fields import OllamaFields
+from edgespec.server.ollama.replies import OllamaFields
 from edgespec.store.catalogue import user_aliases_path
 from tests.backends.tiny_models import write_llama
 from tests.server.conftest import MESSAGES, QUESTION, running

@@ -14,7 +14,7 @@ import pytest
 
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
-from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, running
+from tests.server.conftest import MESSAGES, QUESTION, running
 
 
 def text_of(chunks: openai.Stream[Any]) -> str:
@@ -349,14 +349,6 @@ def test_concurrent_requests_get_their_own_replies(client: openai.OpenAI, plain:
     for thread in threads:
         thread.join(60)
     assert [replies[question] for question in questions] == expected
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_cancels_the_reply(
-    server: HttpServer, http: httpx.Client, endless: dict[str, Any], stream: bool
-) -> None:
-    body = {"messages": MESSAGES, "stream": stream, **endless}
-    check_disconnect_cancels(server, http, "/v1/chat/completions", body)
 
 
 def test_a_waiting_request_is_cancelled(

@@ -166,7 +166,6 @@ def _inside(bound: float, inwards: float) -> float:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yield all numbers within a JSON value."""
     if isinstance(value, list):
         for each in value:
             yield from _numbers(each)

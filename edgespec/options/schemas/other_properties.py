@@ -40,7 +40,6 @@ def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all schemas within it."""
     if isinstance(schema, Mapping):
         yield schema
         for part in _parts(schema):

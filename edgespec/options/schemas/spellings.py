@@ -116,7 +116,6 @@ def tidy_schema(schema: Any, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Parse `value` if it is JSON text, or else return it unchanged."""
     if value in ("", []):
         return None
     if not isinstance(value, str):
@@ -133,7 +132,6 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def _wrapped(value: Any) -> Any:
-    """Return the value inside a wrapper, or None if `value` is not a wrapper."""
     if not _is_wrapper(value):
         return None
     return next((value[key] for key in SCHEMA_KEYS if value.get(key) is not None), None)

@@ -3,9 +3,8 @@
 A request goes through these steps before it reaches a handler. Each module holds the rules for one step:
 
 1. `paths`: the path of the request.
-2. `origins`: the web page that the request comes from.
-3. `body`: the bytes of the body, which are parsed as JSON.
-4. `values`: field values that other languages and servers serialise differently, and unknown fields that must
+2. `body`: the bytes of the body, which are parsed as JSON.
+3. `values`: field values that other languages and servers serialise differently, and unknown fields that must
    not be ignored.
 
 The other modules hold the rules for single fields: `content` for content parts, `tools` for tools and tool

@@ -129,7 +129,6 @@ def _codec(charset: str) -> str:
 
 
 def _syntax_problem(error: ValidationError) -> str | None:
-    """Return the JSON parser's error message, or None if the text is valid JSON."""
     problem = error.errors(include_url=False, include_input=False)[0]
     return str(problem["ctx"]["error"]) if problem["type"] == "json_invalid" else None
 

@@ -14,10 +14,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from typing_extensions import TypeAliasType
 
-__all__ = ["CONSTRAINT_HINT", "Repair", "asks_for_constraint", "field_repair", "repair_for", "token_biases"]
+__all__ = ["CONSTRAINT_HINT", "Repair", "asks_for_constraint", "repair_for", "token_biases"]
 
 CONSTRAINT_HINT = "use response_format for a JSON schema, or regex, grammar or choice"
 
@@ -54,11 +53,6 @@ _UNSET_IF_EMPTY = frozenset({"choice"})
 _NO_EMPTY_VALUE = object()
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
-
-
-def field_repair(name: str, info: FieldInfo) -> Repair | None:
-    """Return the function that repairs a pydantic field's values, or None if they need no repair."""
-    return repair_for(name, info.annotation)
 
 
 def repair_for(name: str, hint: Any) -> Repair | None:
@@ -118,7 +112,6 @@ def _empty_value(types: set[Any]) -> Any:
 
 
 def _alternatives(hint: Any) -> set[Any]:
-    """Return the classes that a type allows, without their type arguments."""
     if isinstance(hint, TypeAliasType):
         return _alternatives(hint.__value__)
     origin = get_origin(hint)

@@ -5,37 +5,10 @@ from __future__ import annotations
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
-from edgespec.server.endpoint import Call, Endpoint, Protocol
-from edgespec.server.ollama.embed import (
-    OllamaEmbedding,
-    OllamaEmbeddingRequest,
-    OllamaEmbeddings,
-    OllamaEmbedRequest,
-    embed,
-    embed_prompt,
-)
-from edgespec.server.ollama.model_list import (
-    LoadedModels,
-    ModelTags,
-    PulledModel,
-    PullRequest,
-    ShownModel,
-    ShowRequest,
-    list_loaded,
-    list_models,
-    pull_model,
-    show_model,
-)
-from edgespec.server.ollama.replies import (
-    STREAM_MEDIA_TYPE,
-    OllamaChat,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaGeneration,
-    chat,
-    error_body,
-    generate,
-)
+from edgespec.server.endpoint import Call, Protocol, endpoint
+from edgespec.server.ollama.embed import embed, embed_prompt
+from edgespec.server.ollama.model_list import list_loaded, list_models, pull_model, show_model
+from edgespec.server.ollama.replies import STREAM_MEDIA_TYPE, chat, error_body, generate
 from edgespec.server.responses import json_response
 
 __all__ = ["OLLAMA"]
@@ -51,12 +24,14 @@ class Version(TypedDict):
     version: str
 
 
+@endpoint("GET", "/api/version", response=Version)
 async def version(_call: Call[None]) -> Response:
     """Return the version of Ollama's API that the server implements."""
     result: Version = {"version": _OLLAMA_VERSION}
     return json_response(result)
 
 
+@endpoint("GET", "/", response=str, public=True)
 async def running(_call: Call[None]) -> Response:
     """Report that the server is running. Ollama's client checks this before every command."""
     return PlainTextResponse("edgespec is running")
@@ -66,46 +41,8 @@ OLLAMA = Protocol(
     "Ollama",
     ("/api/",),
     (
-        Endpoint("GET", "/", "Report that the server is running.", running, response=str, public=True),
-        Endpoint("GET", "/api/version", "Return the version of Ollama's API.", version, response=Version),
-        Endpoint("GET", "/api/tags", "List the models on this machine.", list_models, response=ModelTags),
-        Endpoint("GET", "/api/ps", "List the loaded models.", list_loaded, response=LoadedModels),
-        Endpoint("POST", "/api/show", "Describe a model.", show_model, ShowRequest, ShownModel),
-        Endpoint(
-            "POST",
-            "/api/pull",
-            "Check whether a model is on this machine.",
-            pull_model,
-            PullRequest,
-            PulledModel,
-        ),
-        Endpoint(
-            "POST",
-            "/api/chat",
-            "Reply to a conversation.",
-            chat,
-            OllamaChatRequest,
-            OllamaChat,
-            streams=True,
-        ),
-        Endpoint(
-            "POST",
-            "/api/generate",
-            "Reply to a prompt, or continue it.",
-            generate,
-            OllamaGenerateRequest,
-            OllamaGeneration,
-            streams=True,
-        ),
-        Endpoint("POST", "/api/embed", "Embed texts.", embed, OllamaEmbedRequest, OllamaEmbeddings),
-        Endpoint(
-            "POST",
-            "/api/embeddings",
-            "Compute the embedding of a single text.",
-            embed_prompt,
-            OllamaEmbeddingRequest,
-            OllamaEmbedding,
-        ),
+        *(running, version, list_models, list_loaded, show_model, pull_model),
+        *(chat, generate, embed, embed_prompt),
     ),
     error_body,
     STREAM_MEDIA_TYPE,

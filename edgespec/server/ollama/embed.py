@@ -10,19 +10,12 @@ from pydantic import FailFast, Field
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.openai.report import IgnoredReport
 from edgespec.server.responses import json_response
 
-__all__ = [
-    "OllamaEmbedRequest",
-    "OllamaEmbedding",
-    "OllamaEmbeddingRequest",
-    "OllamaEmbeddings",
-    "embed",
-    "embed_prompt",
-]
+__all__ = ["embed", "embed_prompt"]
 
 # Define an alias, because a union cannot contain an annotated type directly.
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
@@ -71,8 +64,9 @@ class OllamaEmbedding(TypedDict):
     embedding: list[float]
 
 
+@endpoint("POST", "/api/embed", OllamaEmbedRequest, OllamaEmbeddings)
 async def embed(call: Call[OllamaEmbedRequest]) -> Response:
-    """Embed the texts in a request."""
+    """Embed texts."""
     started = time.perf_counter_ns()
     body = call.body
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -95,8 +89,9 @@ async def embed(call: Call[OllamaEmbedRequest]) -> Response:
     return await asyncio.to_thread(response)
 
 
+@endpoint("POST", "/api/embeddings", OllamaEmbeddingRequest, OllamaEmbedding)
 async def embed_prompt(call: Call[OllamaEmbeddingRequest]) -> Response:
-    """Embed a single text."""
+    """Compute the embedding of a single text."""
     _, (embedding,) = await call.service.embed(call.body.model, [call.body.prompt])
     result: OllamaEmbedding = {"embedding": embedding.vector.tolist()}
     return json_response(result)

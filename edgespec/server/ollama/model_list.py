@@ -10,25 +10,14 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.models import KnownModel
-from edgespec.server.ollama.fields import RENAMED
+from edgespec.server.ollama.replies import RENAMED
 from edgespec.server.responses import json_response
 
-__all__ = [
-    "LoadedModels",
-    "ModelTags",
-    "PullRequest",
-    "PulledModel",
-    "ShowRequest",
-    "ShownModel",
-    "list_loaded",
-    "list_models",
-    "pull_model",
-    "show_model",
-]
+__all__ = ["list_loaded", "list_models", "pull_model", "show_model"]
 
 
 class ModelDetails(TypedDict):
@@ -108,12 +97,14 @@ class ShownModel(TypedDict):
     capabilities: list[str]
 
 
+@endpoint("GET", "/api/tags", response=ModelTags)
 async def list_models(call: Call[None]) -> Response:
     """List the models on this machine, starting with the server's own."""
     tags: ModelTags = {"models": [_tag(known) for known in await call.service.models.known()]}
     return json_response(tags)
 
 
+@endpoint("GET", "/api/ps", response=LoadedModels)
 async def list_loaded(call: Call[None]) -> Response:
     """List the loaded models."""
     loaded: LoadedModels = {"models": []}
@@ -129,13 +120,15 @@ async def list_loaded(call: Call[None]) -> Response:
     return json_response(loaded)
 
 
+@endpoint("POST", "/api/show", ShowRequest, ShownModel)
 async def show_model(call: Call[ShowRequest]) -> Response:
     """Describe a model."""
     return json_response(_shown(await call.service.models.describe(call.body.model or call.body.name)))
 
 
+@endpoint("POST", "/api/pull", PullRequest, PulledModel)
 async def pull_model(call: Call[PullRequest]) -> Response:
-    """Confirm that a model is on this machine, for programs that pull their model on startup.
+    """Check whether a model is on this machine, for programs that pull their model on startup.
 
     Raises:
         ApiError: There is no such model. The server does not download models.

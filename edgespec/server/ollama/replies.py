@@ -5,6 +5,7 @@ Replies are sent as JSON or as a stream of JSON lines.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,42 +13,43 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import AfterValidator, FailFast, Field, model_validator
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, TextChunk
+from edgespec.chat.message import PlacedImage
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError, invalid_request
-from edgespec.server.fields import ItemFields
+from edgespec.server.fields import Ignored, ItemFields, Off, One, ReplyFields, reply_options
 from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
+from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
 from edgespec.server.leniency.content import (
     SystemPrompt,
     omitted_parts,
     plain_message,
+    read_image,
     result_text,
     system_messages,
     text_of,
 )
 from edgespec.server.leniency.tools import checked_choice, offered_tools, skipped_tools
-from edgespec.server.ollama.fields import OllamaFields, ignored_fields, options_of, read_images
-from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
+from edgespec.server.openai.logprobs import ContentLogprob, LogprobFields, chat_logprobs
 from edgespec.server.openai.report import ReplyReport, report
 from edgespec.server.responses import json_line, json_response, open_stream
 
 __all__ = [
+    "RENAMED",
     "STREAM_MEDIA_TYPE",
-    "OllamaChat",
     "OllamaChatRequest",
+    "OllamaFields",
     "OllamaGenerateRequest",
-    "OllamaGeneration",
     "chat",
     "error_body",
     "generate",
-    "load_model",
-    "respond",
+    "options_of",
 ]
 
 STREAM_MEDIA_TYPE = "application/x-ndjson"
@@ -56,6 +58,128 @@ _UNSUPPORTED = {
     "template": "edgespec uses the chat template of the model; leave template out, or use raw: true",
     "context": "edgespec does not return Ollama's context; send the whole conversation to /api/chat instead",
 }
+RENAMED = {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_window",
+}
+"""Maps Ollama's option names to edgespec's where they differ."""
+
+# Ollama parses durations as Go does, such as `1h30m`. Clients also send numbers of seconds as text.
+_DURATION = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|[µμ]s|ms|s|m|h))+)")
+
+
+def _duration(value: float | str | None) -> float | str | None:
+    """Validate `keep_alive`. An empty string means that it is not set. Raises ValueError."""
+    text = value.strip().lower() if isinstance(value, str) else value
+    if isinstance(text, str) and text and not _DURATION.fullmatch(text):
+        raise ValueError("must be a number of seconds or a time such as 5m; 0 unloads the model")
+    return None if text == "" else text
+
+
+class OllamaOptions(ReplyFields, ConstraintFields):
+    """The field `options`, which accepts Ollama's and edgespec's option names.
+
+    Some options are ignored. Most of them control how a model is loaded, which `edgespec serve` has already
+    decided. Ignoring `num_ctx` is safe, because a prompt that exceeds the model's context is an error. The
+    others control features that edgespec does not have, and are ignored only if they turn the feature off.
+    """
+
+    num_predict: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Like max_tokens. -1 and -2 mean the default."
+    )
+    repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
+    repeat_last_n: int | None = Field(default=None, description="Like penalty_window.")
+    embedding_only: Off
+    # LangExtract also puts `keep_alive` into `options`, where it has no effect.
+    keep_alive: Ignored
+    f16_kv: Ignored
+    logits_all: Off
+    low_vram: Ignored
+    main_gpu: Ignored
+    mirostat: Off
+    mirostat_eta: Ignored
+    mirostat_tau: Ignored
+    num_batch: Ignored
+    num_ctx: Ignored
+    num_gpu: Ignored
+    num_keep: Ignored
+    num_thread: Ignored
+    numa: Ignored
+    penalize_newline: One
+    tfs_z: One
+    use_mlock: Ignored
+    use_mmap: Ignored
+    vocab_only: Off
+
+
+class OllamaFields(LogprobFields, ReplyFields, ConstraintFields):
+    """Fields shared by chat and generate requests.
+
+    Reply options belong in `options`. Ollama ignores them elsewhere, but some clients, such as an AI SDK
+    provider, set them at the top level, so they are accepted there too.
+    """
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    stream: bool | None = Field(default=None, description="false returns the whole reply at once.")
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        default=None, description="Whether the model should reason. Any level counts as true."
+    )
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Like num_predict."
+    )
+    keep_alive: Annotated[float | str | None, AfterValidator(_duration)] = Field(
+        default=None, description="0 unloads the model after the request. Other values are ignored."
+    )
+    num_ctx: Ignored
+    shift: Ignored
+    truncate: Ignored
+
+    @property
+    def unloads(self) -> bool:
+        """Whether to unload the model after the request."""
+        # A duration is zero if all of its numbers are, as in `0h0m`.
+        return self.keep_alive == 0 or (
+            isinstance(self.keep_alive, str) and not re.search("[1-9]", self.keep_alive)
+        )
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the ignored fields that the request sets, including `keep_alive`."""
+        kept = [] if self.keep_alive is None or self.unloads else ["keep_alive"]
+        return [*kept, *super().ignored_fields()]
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Return the names of all fields, including those in `options`."""
+        return [*super().known_fields(), *(f"options.{name}" for name in OllamaOptions.known_fields())]
+
+
+def options_of(fields: OllamaFields) -> dict[str, Any]:
+    """Return the reply options that a request sets, keyed by their edgespec names."""
+    options = reply_options(fields)
+    constraints = constraints_in(fields, options)
+    options.pop("logprobs", None)  # The field of this name is Ollama's.
+    if fields.max_output_tokens is not None:
+        options["max_tokens"] = fields.max_output_tokens
+    if fields.options:
+        inner = reply_options(fields.options)
+        constraints |= constraints_in(fields.options, inner, "options.")
+        options |= inner
+    for theirs, ours in RENAMED.items():
+        if (value := getattr(fields.options, theirs, None)) is not None:
+            options[ours] = value
+    if fields.think is not None:
+        options["thinking"] = "on" if fields.think else "off"
+    options |= answer_constraint(constraints)
+    if fields.wanted_logprobs is not None:
+        options["logprobs"] = fields.wanted_logprobs
+    return options
+
+
+def _read_images(images: list[str] | None, place: str) -> list[PlacedImage]:
+    """Decode a message's images, which precede its text. Raises ApiError if an image cannot be read."""
+    return [PlacedImage(read_image(f"{place}.{at}", data)) for at, data in enumerate(images or ())]
 
 
 class OllamaReply(TypedDict):
@@ -100,11 +224,6 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
         formatted: Formats the parts of the reply.
     """
     fields: OllamaFields = call.body
-    if fields.top_logprobs and fields.wanted_logprobs is None:
-        raise invalid_request(
-            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
-            param="top_logprobs",
-        )
     if fields.stream is not False:
         return await open_stream(_stream(call, request, formatted), _error_line, STREAM_MEDIA_TYPE)
     started = time.perf_counter_ns()
@@ -211,7 +330,7 @@ def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: in
         "prompt_eval_duration": round(stats.prefill_seconds * 1e9),
         "eval_count": stats.generated_tokens,
         "eval_duration": round(stats.decode_seconds * 1e9),
-        "edgespec": report(reply, ignored_fields(fields)),
+        "edgespec": report(reply, fields.ignored_fields()),
     }
 
 
@@ -275,8 +394,9 @@ class OllamaChat(OllamaReply):
     message: OllamaReplyMessage
 
 
+@endpoint("POST", "/api/chat", OllamaChatRequest, OllamaChat, streams=True)
 async def chat(call: Call[OllamaChatRequest]) -> Response:
-    """Handle a chat request."""
+    """Reply to a conversation."""
     body = call.body
     if not body.messages:
         return await load_model(call, _formatted_message)
@@ -296,7 +416,7 @@ def _converted_message(index: int, message: OllamaMessage) -> dict[str, Any]:
         content = "\n".join(filter(None, [result_text(place, message.content), *notes]))
     else:
         content = text_of(place, message.content)
-        images = read_images(message.images, f"messages.{index}.images")
+        images = _read_images(message.images, f"messages.{index}.images")
     return {
         "role": "system" if message.role == "developer" else message.role,
         "content": content,
@@ -352,8 +472,9 @@ class OllamaGeneration(OllamaReply):
     thinking: NotRequired[str]
 
 
+@endpoint("POST", "/api/generate", OllamaGenerateRequest, OllamaGeneration, streams=True)
 async def generate(call: Call[OllamaGenerateRequest]) -> Response:
-    """Handle a generate request: reply to the prompt, or continue it verbatim."""
+    """Reply to a prompt, or continue it verbatim."""
     body = call.body
     for name, message in _UNSUPPORTED.items():
         if getattr(body, name):
@@ -372,7 +493,7 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
 
 
 def _generate_prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
-    images = read_images(body.images, "images")
+    images = _read_images(body.images, "images")
     if body.raw:
         return TextPrompt(prompt, tuple(each.image for each in images))
     system = [{"role": "system", "content": body.system}] if body.system else []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -13,12 +11,11 @@ from pydantic import FailFast, Field, model_validator
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
-from edgespec import Reply, TextChunk
+from edgespec import Reply
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
-from edgespec.server.errors import invalid_request
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.fields import Ignored, ItemFields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.leniency.content import (
@@ -38,13 +35,28 @@ from edgespec.server.leniency.tools import (
     offered_tools,
     skipped_tools,
 )
-from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, error_event, requests_options
-from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_logprobs
-from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
-from edgespec.server.responses import json_response, open_stream, server_sent_event
+from edgespec.server.openai.fields import (
+    ChoiceFields,
+    ReasoningFields,
+    ToolFields,
+    error_event,
+    requests_options,
+)
+from edgespec.server.openai.logprobs import ChatLogprobs, LogprobFields, chat_logprobs
+from edgespec.server.openai.report import (
+    ChoiceStream,
+    CompletionHead,
+    ReplyReport,
+    Timings,
+    Usage,
+    completion_head,
+    report,
+    timings,
+    usage,
+)
+from edgespec.server.responses import json_response, open_stream
 
-__all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completion"]
-
+__all__ = ["ChatRequest", "chat_prompt", "create_chat_completion"]
 
 # Content part types for tool calls and tool results in Anthropic's API.
 _BLOCKS = ("tool_use", "tool_result")
@@ -98,7 +110,7 @@ class ChatMessage(ItemFields):
         return modern_message(data) if isinstance(data, dict) else data
 
 
-class ChatRequest(ReasoningFields, ChoiceFields):
+class ChatRequest(LogprobFields, ToolFields, ReasoningFields, ChoiceFields):
     """The body of a chat completion request."""
 
     advice = MappingProxyType(
@@ -111,10 +123,6 @@ class ChatRequest(ReasoningFields, ChoiceFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     system: SystemPrompt = Field(default=None, description="A system prompt before the messages.")
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the function that the model must call."
-    )
     functions: list[dict[str, Any]] | None = Field(
         default=None, description="Older form of tools. The reply then contains function_call."
     )
@@ -122,25 +130,11 @@ class ChatRequest(ReasoningFields, ChoiceFields):
         default=None,
         description="Older form of tool_choice: auto, none, or an object with a name.",
     )
-    logprobs: bool | int | None = Field(
-        default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."
-    )
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        default=None, description="Number of the most likely tokens to return at each position."
-    )
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like max_tokens."
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="false ends the reply after its first call."
-    )
     prediction: Ignored
     verbosity: Ignored
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of most likely tokens to return at each position, or None for no log-probabilities."""
-        return wanted_logprobs(self.logprobs, self.top_logprobs)
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields and the locations of skipped tools and parts."""
@@ -172,20 +166,17 @@ class ChatChoice(TypedDict):
     edgespec: ReplyReport
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(CompletionHead):
     """The response to a chat completion request."""
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
 
 
+@endpoint("POST", "/v1/chat/completions", ChatRequest, ChatCompletion, streams=True)
 async def create_chat_completion(call: Call[ChatRequest]) -> Response:
-    """Handle a chat completion request."""
+    """Reply to a conversation."""
     if call.body.stream:
         return await open_stream(_stream(call), error_event)
     async with call.service.generate(call.body.model, _requests(call.body)) as generation:
@@ -199,10 +190,7 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
         ordered = [replies[index] for index in sorted(replies)]
         has_logprobs = call.body.wanted_logprobs is not None
         completion: ChatCompletion = {
-            "id": _new_id(),
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": generation.model_name,
+            **completion_head("chatcmpl", "chat.completion", generation.model_name),
             "choices": [
                 {
                     "index": index,
@@ -213,18 +201,13 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
                 }
                 for index, reply in enumerate(ordered)
             ],
-            "usage": usage(ordered, per_prompt=len(ordered)),
+            "usage": usage(ordered, len(ordered)),
             "timings": timings(ordered),
         }
         return json_response(completion)
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
-    if body.top_logprobs and body.wanted_logprobs is None:
-        raise invalid_request(
-            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
-            param="top_logprobs",
-        )
     more: dict[str, Any] = {"logprobs": body.wanted_logprobs}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
@@ -238,10 +221,6 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
         ReplyRequest(prompt, {**body.reasoning_options(), **options, **more})
         for options in requests_options(body)
     ]
-
-
-def _new_id() -> str:
-    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 def _message(reply: Reply, body: ChatRequest) -> ChatReplyMessage:
@@ -278,64 +257,33 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 
 
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed reply.
-
-    Usage is normally included in the last event of the last choice, because many clients cannot handle an
-    event without choices. If the client sets `include_usage`, usage is sent in such a separate event.
-    """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None
-    own_event = bool(body.stream_options and body.stream_options.include_usage)
-    continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)
     whole_calls = needs_whole_calls(call.headers)
     async with call.service.generate(body.model, _requests(body)) as generation:
-        head: dict[str, Any] = {
-            "id": _new_id(),
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": generation.model_name,
-        }
+        head = completion_head("chatcmpl", "chat.completion.chunk", generation.model_name)
+        stream = ChoiceStream(body, head, generation, body.n or 1)
         started: set[int] = set()
-        replies: dict[int, Reply] = {}
         async for index, event in generation.events():
-            if continuous:
-                head["usage"] = usage_so_far([generation.stats(index)])
             if index not in started:
                 started.add(index)
-                yield _chunk(head, index, {"role": "assistant", "content": ""})
-            if isinstance(event, TextChunk) and event.tool_call:
+                yield stream.event(index, {"delta": {"role": "assistant", "content": ""}})
+            if isinstance(event, Reply):
+                if whole_calls and event.tool_calls:
+                    calls = [{"index": at, **each.to_json()} for at, each in enumerate(event.tool_calls)]
+                    yield stream.event(index, {"delta": {"tool_calls": calls}})
+                ending: dict[str, Any] = {"delta": {}, "finish_reason": _finish_reason(event, body)}
+                for each in stream.finish(index, ending, event):
+                    yield each
+            elif event.tool_call:
                 if not whole_calls and (delta := _call_delta(event.tool_call, body)):
-                    yield _chunk(head, index, delta)
-                continue
-            if not isinstance(event, Reply):
+                    yield stream.event(index, {"delta": delta})
+            else:
                 shown = chat_logprobs(event.logprobs) if has_logprobs and not event.reasoning else None
                 if event.text or (shown and shown["content"]):
                     name = "reasoning_content" if event.reasoning else "content"
-                    yield _chunk(head, index, {name: event.text}, **({"logprobs": shown} if shown else {}))
-                continue
-            replies[index] = event
-            if whole_calls and event.tool_calls:
-                calls = [{"index": at, **each.to_json()} for at, each in enumerate(event.tool_calls)]
-                yield _chunk(head, index, {"tool_calls": calls})
-            is_last = len(replies) == (body.n or 1)
-            ended = list(replies.values())
-            totals = {"usage": usage(ended, len(ended)), "timings": timings(ended)} if is_last else {}
-            yield _chunk(
-                {**head, **({} if own_event else totals)},
-                index,
-                {},
-                finish_reason=_finish_reason(event, body),
-                edgespec=report(event, body.ignored_fields()),
-            )
-            if is_last and own_event:
-                yield server_sent_event({**head, "choices": [], **totals})
-        yield server_sent_event("[DONE]")
-
-
-def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any) -> bytes:
-    return server_sent_event(
-        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None, **more}]}
-    )
+                    logprobs = {"logprobs": shown} if shown else {}
+                    yield stream.event(index, {"delta": {name: event.text}, **logprobs})
 
 
 def chat_prompt(
@@ -388,7 +336,6 @@ def _anthropic_calls(
 
 
 def _content(place: str, message: ChatMessage) -> dict[str, Any]:
-    """Return the text and the images of a message."""
     if message.role == "tool" or not isinstance(message.content, list):
         return {"content": result_text(place, message.content)}
     skipped = _reasoning_parts(message)
@@ -419,7 +366,6 @@ def omitted_in_results(messages: Sequence[ChatMessage]) -> list[str]:
 
 
 def _results(place: str, message: ChatMessage) -> Iterator[tuple[str, Any]]:
-    """Yield the location and content of each tool result in a message."""
     if message.role == "tool":
         yield place, message.content
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import AsyncGenerator, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from pydantic import Field
 from starlette.responses import Response
@@ -14,7 +11,7 @@ from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import MaxTokensOrZero
 from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
@@ -35,10 +32,20 @@ from edgespec.server.openai.logprobs import (
     text_logprobs,
     wanted_logprobs,
 )
-from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
-from edgespec.server.responses import json_response, open_stream, server_sent_event
+from edgespec.server.openai.report import (
+    ChoiceStream,
+    CompletionHead,
+    ReplyReport,
+    Timings,
+    Usage,
+    completion_head,
+    report,
+    timings,
+    usage,
+)
+from edgespec.server.responses import json_response, open_stream
 
-__all__ = ["Completion", "CompletionRequest", "create_completion"]
+__all__ = ["CompletionRequest", "create_completion"]
 
 
 class CompletionRequest(ChoiceFields):
@@ -77,20 +84,17 @@ class CompletionChoice(TypedDict):
     edgespec: ReplyReport
 
 
-class Completion(TypedDict):
+class Completion(CompletionHead):
     """The response to a completion request."""
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
     timings: Timings
 
 
+@endpoint("POST", "/v1/completions", CompletionRequest, Completion, streams=True)
 async def create_completion(call: Call[CompletionRequest]) -> Response:
-    """Handle a completion request."""
+    """Continue text."""
     body, requests = call.body, _requests(call.body)
     if body.stream:
         return await open_stream(_stream(call, requests), error_event)
@@ -102,10 +106,7 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
             for request, reply in zip(requests, replies, strict=True)
         ]
         completion: Completion = {
-            "id": _new_id(),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": generation.model_name,
+            **completion_head("cmpl", "text_completion", generation.model_name),
             "choices": [
                 {
                     "index": index,
@@ -145,12 +146,7 @@ def _prompt(text: str | list[int]) -> TextPrompt | TokenPrompt:
     return TextPrompt(text) if isinstance(text, str) else TokenPrompt(text)
 
 
-def _new_id() -> str:
-    return f"cmpl-{secrets.token_hex(12)}"
-
-
 def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) -> str:
-    """Return the prompt's text if the request sets `echo`, or an empty string."""
     prompt = request.prompt
     if not body.echo:
         return ""
@@ -189,51 +185,24 @@ def _joined(first: TextLogprobs | None, second: TextLogprobs | None) -> TextLogp
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of streamed completions. Usage is reported the same way as for chat completions."""
     body = call.body
-    own_event = bool(body.stream_options and body.stream_options.include_usage)
-    continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)
     async with call.service.generate(body.model, requests) as generation:
-        head: dict[str, Any] = {
-            "id": _new_id(),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": generation.model_name,
-        }
+        head = completion_head("cmpl", "text_completion", generation.model_name)
+        stream = ChoiceStream(body, head, generation, len(requests))
         # Text offsets of the tokens, keyed by reply index.
         offsets: dict[int, TextOffsets] = {}
-        replies: dict[int, Reply] = {}
         async for index, event in generation.events():
-            if continuous:
-                head["usage"] = usage_so_far([generation.stats(index)])
             if index not in offsets:
                 echo = _echoed(body, requests[index], generation.model)
                 offsets[index] = TextOffsets(len(echo))
                 tokens = generation.prompt_logprobs(index)
                 scores = _prompt_logprobs(body, requests[index], generation.model, tokens)
                 if echo or scores:
-                    yield _chunk(head, index, echo, logprobs=scores)
-            if not isinstance(event, Reply):
-                if event.raw_text or event.logprobs:
-                    logprobs = _logprobs(event.logprobs, offsets[index])
-                    yield _chunk(head, index, event.raw_text, logprobs=logprobs)
-                continue
-            replies[index] = event
-            is_last = len(replies) == len(requests)
-            ended = [replies[place] for place in sorted(replies)]
-            totals = {"usage": usage(ended, body.n or 1), "timings": timings(ended)} if is_last else {}
-            yield _chunk(
-                {**head, **({} if own_event else totals)},
-                index,
-                "",
-                finish_reason=event.finish_reason,
-                edgespec=report(event, body.ignored_fields()),
-            )
-            if is_last and own_event:
-                yield server_sent_event({**head, "choices": [], **totals})
-        yield server_sent_event("[DONE]")
-
-
-def _chunk(head: dict[str, Any], index: int, text: str, **more: Any) -> bytes:
-    choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None, **more}
-    return server_sent_event({**head, "choices": [choice]})
+                    yield stream.event(index, {"text": echo, "logprobs": scores})
+            if isinstance(event, Reply):
+                ending = {"text": "", "logprobs": None, "finish_reason": event.finish_reason}
+                for each in stream.finish(index, ending, event):
+                    yield each
+            elif event.raw_text or event.logprobs:
+                logprobs = _logprobs(event.logprobs, offsets[index])
+                yield stream.event(index, {"text": event.raw_text, "logprobs": logprobs})

@@ -13,14 +13,14 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from edgespec import Embedding
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.openai.fields import Texts, texts_in
 from edgespec.server.openai.report import IgnoredReport
 from edgespec.server.responses import json_response
 
-__all__ = ["EmbeddingList", "EmbeddingRequest", "create_embeddings"]
+__all__ = ["create_embeddings"]
 
 # Maximum number of texts in a request, as in OpenAI's API.
 MAX_TEXTS = 2048
@@ -71,8 +71,9 @@ class EmbeddingList(TypedDict):
     edgespec: NotRequired[IgnoredReport]
 
 
+@endpoint("POST", "/v1/embeddings", EmbeddingRequest, EmbeddingList)
 async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
-    """Embed the texts in a request."""
+    """Embed texts."""
     texts = _texts(call.body)
     model, embeddings = await call.service.embed(call.body.model, texts, dimensions=call.body.dimensions)
     # Use a thread, because encoding millions of numbers takes seconds and would block other requests.

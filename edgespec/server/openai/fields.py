@@ -18,6 +18,7 @@ __all__ = [
     "OpenAIFields",
     "ReasoningFields",
     "Texts",
+    "ToolFields",
     "error_body",
     "error_event",
     "openai_options",
@@ -101,6 +102,18 @@ def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
         options if seed is None else {**options, "seed": (seed + index) % (1 << 63)}
         for index in range(fields.n or 1)
     ]
+
+
+class ToolFields(RequestFields):
+    """The fields of requests in which the model can call tools."""
+
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="auto, none, required, or the function that the model must call."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false ends the reply after its first call."
+    )
 
 
 class ReasoningFields(RequestFields):

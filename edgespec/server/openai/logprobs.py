@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from edgespec.decode.reply import TokenLogprobs
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import RequestFields
 
 __all__ = [
     "ChatLogprobs",
+    "LogprobFields",
     "TextLogprobs",
     "TextOffsets",
     "chat_logprobs",
@@ -19,6 +24,31 @@ __all__ = [
     "text_logprobs",
     "wanted_logprobs",
 ]
+
+
+class LogprobFields(RequestFields):
+    """The fields with which a chat request asks for log-probabilities."""
+
+    logprobs: bool | int | None = Field(
+        default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of the most likely tokens to return at each position."
+    )
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Number of most likely tokens to return at each position, or None for no log-probabilities.
+
+        Raises ApiError if the request sets only `top_logprobs`.
+        """
+        wanted = wanted_logprobs(self.logprobs, self.top_logprobs)
+        if self.top_logprobs and wanted is None:
+            raise invalid_request(
+                "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
+                param="top_logprobs",
+            )
+        return wanted
 
 
 class Alternative(TypedDict):

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.models import KnownModel
 from edgespec.server.openai.report import ExactnessReport, exactness_report
 from edgespec.server.responses import json_response
 
-__all__ = ["Model", "ModelList", "list_models", "retrieve_model"]
+__all__ = ["list_models", "retrieve_model"]
 
 
 class ModelMeta(TypedDict):
@@ -56,6 +56,7 @@ class ModelList(TypedDict):
     has_more: bool
 
 
+@endpoint("GET", "/v1/models", response=ModelList)
 async def list_models(call: Call[None]) -> Response:
     """List the models on this machine, starting with the server's own."""
     data = [_model(known) for known in await call.service.models.known()]
@@ -69,6 +70,7 @@ async def list_models(call: Call[None]) -> Response:
     return json_response(models)
 
 
+@endpoint("GET", "/v1/models/{model:path}", response=Model)
 async def retrieve_model(call: Call[None]) -> Response:
     """Describe a model."""
     return json_response(_model(await call.service.models.describe(call.path_values["model"])))

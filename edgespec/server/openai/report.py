@@ -1,25 +1,32 @@
-"""Fields that edgespec adds to OpenAI's responses: timings, and how the reply was sped up."""
+"""The fields that OpenAI's responses share: usage, timings, and a report on how the reply was sped up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from typing_extensions import TypedDict
 
 from edgespec import Exactness, Reply, Stats
+from edgespec.server.generation import Generation
+from edgespec.server.openai.fields import ChoiceFields
+from edgespec.server.responses import server_sent_event
 
 __all__ = [
+    "ChoiceStream",
+    "CompletionHead",
     "ExactnessReport",
     "IgnoredReport",
     "ReplyReport",
     "Timings",
     "Usage",
+    "completion_head",
     "exactness_report",
     "report",
     "timings",
     "usage",
-    "usage_so_far",
 ]
 
 
@@ -109,18 +116,17 @@ class ReplyReport(TypedDict):
     ignored_fields: list[str]
 
 
-def usage(replies: Sequence[Reply], per_prompt: int = 1) -> Usage:
+def usage(replies: Sequence[Reply], per_prompt: int) -> Usage:
     """Return the token counts of a request.
 
     Args:
         replies: The replies, in the order of their prompts.
         per_prompt: Number of replies to each prompt. A prompt's tokens are counted only once.
     """
-    return usage_so_far([reply.stats for reply in replies], per_prompt)
+    return _usage_so_far([reply.stats for reply in replies], per_prompt)
 
 
-def usage_so_far(replies: Sequence[Stats], per_prompt: int = 1) -> Usage:
-    """Return a request's token counts from the statistics of unfinished replies. See `usage`."""
+def _usage_so_far(replies: Sequence[Stats], per_prompt: int = 1) -> Usage:
     prompts = replies[::per_prompt]
     prompt_tokens = sum(stats.prompt_tokens for stats in prompts)
     generated = sum(stats.generated_tokens for stats in replies)
@@ -178,3 +184,63 @@ def report(reply: Reply, ignored_fields: list[str]) -> ReplyReport:
         "exactness": exactness_report(reply.exactness),
         "ignored_fields": ignored_fields,
     }
+
+
+class CompletionHead(TypedDict):
+    """The fields that identify a completion, in the response or in each event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+def completion_head(prefix: str, kind: str, model: str) -> CompletionHead:
+    """Return the head of a completion of the given kind, whose id starts with a prefix."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+class ChoiceStream:
+    """Formats the events of a stream with one or more choices, each of which is a reply.
+
+    Usage is normally included in the last event of the last choice, because many clients cannot handle an
+    event without choices. If the client sets `include_usage`, usage is sent in such a separate event.
+
+    Args:
+        body: The request.
+        head: The head of all events.
+        generation: The replies.
+        count: Number of choices.
+    """
+
+    def __init__(self, body: ChoiceFields, head: CompletionHead, generation: Generation, count: int) -> None:
+        self._body, self._head, self._generation, self._count = body, head, generation, count
+        self._replies: dict[int, Reply] = {}
+
+    def event(self, index: int, choice: Mapping[str, Any], **more: Any) -> bytes:
+        """Return the event for a part of a choice. `more` are fields of the event."""
+        options = self._body.stream_options
+        if options and options.continuous_usage_stats:
+            more = {"usage": _usage_so_far([self._generation.stats(index)]), **more}
+        shown = {"index": index, "finish_reason": None, **choice}
+        return server_sent_event({**self._head, "choices": [shown], **more})
+
+    def finish(self, index: int, choice: Mapping[str, Any], reply: Reply) -> Iterator[bytes]:
+        """Yield the events that end a choice and, after the last one, the stream."""
+        self._replies[index] = reply
+        choice = {**choice, "edgespec": report(reply, self._body.ignored_fields())}
+        if len(self._replies) < self._count:
+            yield self.event(index, choice)
+            return
+        replies = [self._replies[at] for at in sorted(self._replies)]
+        totals = {"usage": usage(replies, self._body.n or 1), "timings": timings(replies)}
+        has_own_event = self._body.stream_options and self._body.stream_options.include_usage
+        yield self.event(index, choice, **({} if has_own_event else totals))
+        if has_own_event:
+            yield server_sent_event({**self._head, "choices": [], **totals})
+        yield server_sent_event("[DONE]")

@@ -14,7 +14,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.decode.reply import TokenLogprobs
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ItemFields, require_fields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
@@ -27,14 +27,14 @@ from edgespec.server.leniency.content import (
     text_of,
 )
 from edgespec.server.leniency.tools import OfferedTools, checked_choice, offered_tools, skipped_tools
-from edgespec.server.openai.fields import OpenAIFields, ReasoningFields, openai_options
+from edgespec.server.openai.fields import OpenAIFields, ReasoningFields, ToolFields, openai_options
 from edgespec.server.openai.logprobs import chat_logprobs
 from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.reply_builder import Event, respond
 from edgespec.server.responses import server_sent_event
 from edgespec.server.service import StoredItems
 
-__all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response"]
+__all__ = ["ResponsesRequest", "chat_prompt", "create_response"]
 
 # Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -117,7 +117,7 @@ class InputItem(ItemFields):
 _Items = TypeAliasType("_Items", Annotated[list[InputItem], Field(min_length=1), FailFast()])
 
 
-class ResponsesRequest(ReasoningFields, OpenAIFields):
+class ResponsesRequest(ToolFields, ReasoningFields, OpenAIFields):
     """The body of a request to create a response."""
 
     prompt_field = "input"
@@ -137,10 +137,6 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like max_tokens."
     )
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the function that the model must call."
-    )
     include: list[str] | None = Field(default=None, description=f"{LOGPROBS} asks for log-probabilities.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
@@ -155,9 +151,6 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     )
     client_metadata: Ignored
     max_tool_calls: Ignored
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="false ends the reply after its first call."
-    )
     prompt_cache_options: Ignored
     truncation: Ignored
 
@@ -330,12 +323,10 @@ class ResponseBuilder:
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _name(self, offered: str) -> dict[str, str]:
-        """Return the fields that name the called function."""
         namespace, name = self._namespaces.get(offered, ("", offered))
         return {"name": name, "namespace": namespace} if namespace else {"name": name}
 
     def _open_text(self, kind: str) -> Iterator[Event]:
-        """Yield the events that start an item with text."""
         fields: dict[str, Any]
         part: dict[str, Any]
         if kind == "reasoning":
@@ -358,7 +349,6 @@ class ResponseBuilder:
         return self._item_event("output_text.delta", content_index=0, delta=chunk.text, logprobs=logprobs)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """Yield the events that end the open item, if there is one."""
         if self._open_kind is None:
             return
         item = self._items[-1]
@@ -374,7 +364,6 @@ class ResponseBuilder:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _item_event(self, name: str, **fields: Any) -> Event:
-        """Return an event about a part of the last item."""
         index = len(self._items) - 1
         return self._event(f"response.{name}", item_id=self._items[index]["id"], output_index=index, **fields)
 
@@ -388,8 +377,9 @@ def _new_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
 
 
+@endpoint("POST", "/v1/responses", ResponsesRequest, ResponseObject, streams=True)
 async def create_response(call: Call[ResponsesRequest]) -> Response:
-    """Handle a request to create a response."""
+    """Reply to a message or a conversation."""
     body, stored_items = call.body, call.service.stored_items
     offered = offered_tools(body.tools or (), body.added_tools)
     builder = ResponseBuilder(body, offered, stored_items if body.store is not False else None)

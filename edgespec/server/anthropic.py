@@ -1,4 +1,4 @@
-"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.chat.tool_calls.calls import parse_object
-from edgespec.server.endpoint import Call
+from edgespec.server.endpoint import Call, Protocol, endpoint
 from edgespec.server.errors import ApiError, unsupported_content
 from edgespec.server.fields import (
     Ignored,
@@ -40,17 +40,7 @@ from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.reply_builder import Event, respond
 from edgespec.server.responses import json_response, server_sent_event
 
-__all__ = [
-    "AnthropicCount",
-    "AnthropicCountRequest",
-    "AnthropicMessageRequest",
-    "AnthropicReply",
-    "chat_prompt",
-    "count_tokens",
-    "create_message",
-    "error_body",
-    "error_event",
-]
+__all__ = ["ANTHROPIC", "AnthropicMessageRequest"]
 
 # Placeholder signature for reasoning. Clients drop unsigned reasoning from their next request.
 _SIGNATURE = "edgespec"
@@ -205,7 +195,6 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
 
 
 def _omitted(messages: list[AnthropicMessage]) -> list[str]:
-    """Return the locations of skipped blocks and non-text parts of tool results."""
     places = []
     for index, message in enumerate(messages):
         for number, block in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -306,7 +295,6 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
-        """Yield the events that close the open block, if there is one."""
         if not self._is_open:
             return
         block, index = self._blocks[-1], len(self._blocks) - 1
@@ -342,15 +330,17 @@ class AnthropicCount(TypedDict):
     input_tokens: int
 
 
+@endpoint("POST", "/v1/messages", AnthropicMessageRequest, AnthropicReply, streams=True)
 async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
-    """Handle a message request."""
-    return await respond(call, _request(call.body), MessageBuilder(), error_event)
+    """Reply to a conversation."""
+    return await respond(call, _request(call.body), MessageBuilder(), _error_event)
 
 
+@endpoint("POST", "/v1/messages/count_tokens", AnthropicCountRequest, AnthropicCount)
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
-    """Count the prompt tokens of a message request."""
+    """Count the tokens of a prompt."""
     body = call.body
-    tokens = await call.service.count_tokens(body.model, chat_prompt(body), body.thinking_option)
+    tokens = await call.service.count_tokens(body.model, _chat_prompt(body), body.thinking_option)
     count: AnthropicCount = {"input_tokens": tokens}
     return json_response(count)
 
@@ -372,10 +362,10 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
     options |= answer_constraint(constraints_in(body, options))
-    return ReplyRequest(chat_prompt(body), options)
+    return ReplyRequest(_chat_prompt(body), options)
 
 
-def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
+def _chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
     """Convert a request's conversation and tools to a chat prompt.
 
     Raises:
@@ -428,14 +418,12 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _check(place: str, block: ContentBlock) -> None:
-    """Raise ApiError if a block's type is not supported or a required field is missing."""
     if block.type not in _NEEDED:
         raise unsupported_content(block.type, param=place)
     require_fields(place, block, _NEEDED[block.type])
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Return the body of an error response."""
+def _error_body(error: ApiError) -> dict[str, Any]:
     message = error.message
     if error.code == "context_length_exceeded":
         # Agents such as Claude Code recognise this wording, and use the numbers to shorten the conversation.
@@ -446,6 +434,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message, **error.details}}
 
 
-def error_event(error: ApiError) -> bytes:
-    """Return the event that reports an error after the stream has started."""
-    return server_sent_event(error_body(error), "error")
+def _error_event(error: ApiError) -> bytes:
+    return server_sent_event(_error_body(error), "error")
+
+
+ANTHROPIC = Protocol("Anthropic", ("/v1/messages",), (create_message, count_tokens), _error_body)
