@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -196,7 +197,7 @@ class ChatView(Screen[None]):
         if "sidebar" not in self._panels:
             return
         try:
-            self.sidebar.show(await self.archive.list(), current=self.current_chat.id)
+            self.sidebar.show(await asyncio.to_thread(self.archive.list), current=self.current_chat.id)
         except ChatFileError as error:
             await self.show_error(error)
 

@@ -149,7 +149,7 @@ class PlainChat:
         """Save the chat, or print why saving failed. Repeated failures are reported only once."""
         chat = self.current_chat
         try:
-            self.archive.save_now(chat, self.runtime.target.name)
+            self.archive.save(chat, self.runtime.target.name)
         except ChatFileError as error:
             if chat.id not in self._reported_unsaved:
                 self._reported_unsaved.add(chat.id)
@@ -162,7 +162,7 @@ class PlainChat:
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
-                self.archive.save_now(chat, self.runtime.target.name, chat.turn)
+                self.archive.save(chat, self.runtime.target.name, chat.turn)
 
     def resume(self, wanted: str, overrides: Mapping[str, Any]) -> None:
         """Open the saved chat with this ID or title; `last` is the newest. Tell the user if there is none.
@@ -172,7 +172,7 @@ class PlainChat:
             overrides: Settings, or the system prompt, that replace those of the chat.
         """
         try:
-            found = self.archive.find_now(wanted)
+            found = self.archive.find(wanted)
             if found is not None:
                 saved = self.open(found)
                 self.current_chat.override(overrides)
@@ -197,7 +197,7 @@ class PlainChat:
         """Open a saved chat, print its last reply, and return the saved chat. Raises ChatFileError."""
         # If the last save failed, the file lacks the last messages.
         unsaved = self.archive.unsaved_chat(stored.id)
-        saved = self.archive.load_now(stored.id)
+        saved = self.archive.load(stored.id)
         settings, problems = accepted(saved.sampling)
         self.current_chat = unsaved or OpenChat.opened(saved, settings)
         self.stats = None
@@ -286,7 +286,7 @@ class PlainChat:
             self.save()
         elif turn.sent and isinstance(failure, REFUSALS):
             with suppress(ChatFileError):
-                self.archive.withdraw_now(chat, self.runtime.target.name)
+                self.archive.withdraw(chat, self.runtime.target.name)
         if reply is not None:
             self.stats, self.method = reply.stats, reply.method
             if reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:

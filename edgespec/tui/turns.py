@@ -144,7 +144,7 @@ class TurnScreen(ChatView):
         if show_again:
             self._failure_shown = False
         with suppress(ChatFileError):
-            await self.archive.save(self.current_chat, self.runtime.target.name)
+            await asyncio.to_thread(self.archive.save, self.current_chat, self.runtime.target.name)
         if not await self._report_save():
             return False
         await self.refresh_sidebar()
@@ -155,7 +155,7 @@ class TurnScreen(ChatView):
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
-                self.archive.save_now(chat, self.runtime.target.name, chat.turn)
+                self.archive.save(chat, self.runtime.target.name, chat.turn)
 
     async def _report_save(self) -> bool:
         """If the chat could not be saved, show the error once. Return whether saving succeeded."""
@@ -222,7 +222,7 @@ class TurnScreen(ChatView):
         if self.writing or self.archive.unsaved:
             # Save the text generated so far, in case stopping the reply takes too long.
             with suppress(ChatFileError):
-                await self.archive.save(self.current_chat, self.runtime.target.name)
+                await asyncio.to_thread(self.archive.save, self.current_chat, self.runtime.target.name)
         self.stop_reply()
         deadline = monotonic() + timeout_seconds
         while not self.idle and monotonic() < deadline:
@@ -252,7 +252,7 @@ class TurnScreen(ChatView):
         self.speeds = SpeedHistory()
         if turn.sent:
             with suppress(ChatFileError):
-                await self.archive.save(chat, self.runtime.target.name)
+                await asyncio.to_thread(self.archive.save, chat, self.runtime.target.name)
         await transcript.remove_notes()
         await transcript.keep(len(turn.prompt) - bool(turn.sent))
         if turn.sent:
@@ -352,7 +352,7 @@ class TurnScreen(ChatView):
                 await self.save()
             elif isinstance(failure, REFUSALS):
                 with suppress(ChatFileError):
-                    await self.archive.withdraw(chat, self.runtime.target.name)
+                    await asyncio.to_thread(self.archive.withdraw, chat, self.runtime.target.name)
                 await self.refresh_sidebar()
             return
         if ended is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +20,8 @@ from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
 
 
-async def opened(archive: Archive, chat_id: str) -> OpenChat:
-    return OpenChat.opened(await archive.load(chat_id), {})
+def opened(archive: Archive, chat_id: str) -> OpenChat:
+    return OpenChat.opened(archive.load(chat_id), {})
 
 
 def says(chat: OpenChat, text: str) -> None:
@@ -30,7 +29,7 @@ def says(chat: OpenChat, text: str) -> None:
         chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
 
 
-async def fails_to_save(archive: Archive, chat: OpenChat, monkeypatch: pytest.MonkeyPatch) -> None:
+def fails_to_save(archive: Archive, chat: OpenChat, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save a chat on a full disk."""
 
     def full(path: Path, *payload: bytes) -> None:
@@ -39,34 +38,34 @@ async def fails_to_save(archive: Archive, chat: OpenChat, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr("edgespec.chat.store.write_private_file", full)
         with raises(ChatFileError, "disk is", code="file_not_written"):
-            await archive.save(chat, "demo")
+            archive.save(chat, "demo")
 
 
-async def test_chat_changed_by_another_program_is_saved_as_a_second_one(tmp_path: Path) -> None:
+def test_chat_changed_by_another_program_is_saved_as_a_second_one(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     one, other = Archive(store), Archive(store)
     mine = OpenChat()
     says(mine, "hello")
-    await one.save(mine, "demo")
+    one.save(mine, "demo")
     assert not one.branched
-    theirs = await opened(other, mine.id)
+    theirs = opened(other, mine.id)
     assert theirs.id == mine.id
     says(mine, "mine")
-    await one.save(mine, "demo")
+    one.save(mine, "demo")
     assert not one.branched
     says(theirs, "theirs")
-    await other.save(theirs, "demo")
+    other.save(theirs, "demo")
     assert other.branched
     assert theirs.id != mine.id
     other.branched = False
     says(theirs, "more")
-    await other.save(theirs, "demo")
+    other.save(theirs, "demo")
     assert not other.branched
     assert store.load(mine.id).messages == mine.messages
     assert store.load(theirs.id).messages == theirs.messages
 
 
-async def test_chat_deleted_by_another_program_is_saved_again(
+def test_chat_deleted_by_another_program_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
@@ -74,26 +73,28 @@ async def test_chat_deleted_by_another_program_is_saved_again(
     archive = Archive(store)
     chat = OpenChat()
     says(chat, "hello")
-    await archive.save(chat, "demo")
+    archive.save(chat, "demo")
     chat_id = chat.id
-    await Archive(store).delete(chat_id)
+    other = Archive(store)
+    other.hide(chat_id)
+    other.finish_deletion(chat_id)
     says(chat, "still here")
-    await archive.save(chat, "demo")
+    archive.save(chat, "demo")
     assert not archive.branched
     assert store.load(chat_id).messages == chat.messages
 
 
-async def test_unreadable_chat_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_unreadable_chat_file_is_not_overwritten(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     archive = Archive(store)
     chat = OpenChat()
     says(chat, "hello")
-    await archive.save(chat, "demo")
+    archive.save(chat, "demo")
     path = tmp_path / f"{chat.id}.json"
     theirs = path.read_text().replace('"version": 2', '"version": 7')
     path.write_text(theirs)
     says(chat, "mine")
-    await archive.save(chat, "demo")
+    archive.save(chat, "demo")
     assert archive.branched
     assert path.read_text() == theirs
     assert store.load(chat.id).messages == chat.messages
@@ -104,17 +105,17 @@ def test_two_programs_that_save_at_once_lose_no_turn(tmp_path: Path) -> None:
     for turn in range(8):
         begun = OpenChat()
         says(begun, "hello")
-        asyncio.run(Archive(store).save(begun, "demo"))
+        Archive(store).save(begun, "demo")
         both = Barrier(2)
 
         def go_on(
             name: str, chat_id: str = begun.id, turn: int = turn, both: Barrier = both
         ) -> tuple[str, OpenChat]:
             archive = Archive(store)
-            chat = asyncio.run(opened(archive, chat_id))
+            chat = opened(archive, chat_id)
             says(chat, f"{name} {turn}")
             both.wait()
-            asyncio.run(archive.save(chat, "demo"))
+            archive.save(chat, "demo")
             return chat.id, chat
 
         with ThreadPoolExecutor(2) as threads:
@@ -123,49 +124,49 @@ def test_two_programs_that_save_at_once_lose_no_turn(tmp_path: Path) -> None:
             assert store.load(chat_id).messages == chat.messages
 
 
-async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
+def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ChatStore(tmp_path)
     archive = Archive(store)
     first, second = OpenChat(), OpenChat()
     says(first, "hello")
-    await fails_to_save(archive, first, monkeypatch)
+    fails_to_save(archive, first, monkeypatch)
     says(second, "bye")
-    await archive.save(second, "demo")
+    archive.save(second, "demo")
     assert sorted(chat.title for chat in store.list()) == ["bye", "hello"]
     archive.check_saved()
 
 
 @pytest.mark.parametrize("change", ["rename", "delete and restore"])
-async def test_changing_an_unsaved_chat_loses_no_messages(
+def test_changing_an_unsaved_chat_loses_no_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     store = ChatStore(tmp_path)
     archive = Archive(store)
     chat, other = OpenChat(), OpenChat()
     says(chat, "hello")
-    await archive.save(chat, "demo")
+    archive.save(chat, "demo")
     says(chat, "unsaved")
-    await fails_to_save(archive, chat, monkeypatch)
+    fails_to_save(archive, chat, monkeypatch)
     if change == "rename":
-        await archive.change(chat.id, title="another title", pinned=True)
+        archive.change(chat.id, title="another title", pinned=True)
         assert store.list()[0].title == "another title"
         assert store.list()[0].pinned
     else:
-        await archive.hide(chat.id)
+        archive.hide(chat.id)
         # Saving another chat does not bring the deleted one back.
         says(other, "bye")
-        await archive.save(other, "demo")
+        archive.save(other, "demo")
         assert [each.title for each in store.list()] == ["bye"]
         archive.check_saved()
-        await archive.restore()
+        archive.restore()
     assert store.load(chat.id).messages == chat.messages
     assert not archive.branched
     archive.check_saved()
 
 
-async def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
+def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
@@ -173,12 +174,12 @@ async def test_a_chat_that_is_deleted_for_good_is_not_saved_again(
     archive = Archive(store)
     chat, other = OpenChat(), OpenChat()
     says(chat, "hello")
-    await archive.save(chat, "demo")
-    await fails_to_save(archive, chat, monkeypatch)
-    await archive.hide(chat.id)
-    await archive.finish_deletion(chat.id)
+    archive.save(chat, "demo")
+    fails_to_save(archive, chat, monkeypatch)
+    archive.hide(chat.id)
+    archive.finish_deletion(chat.id)
     says(other, "bye")
-    await archive.save(other, "demo")
+    archive.save(other, "demo")
     assert [each.title for each in store.list()] == ["bye"]
 
 

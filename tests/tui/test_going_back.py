@@ -77,5 +77,7 @@ async def test_resumed_chat_reuses_its_cache_until_it_is_deleted(
         assert first
         assert again
         assert again.cached_prompt_tokens >= first.prompt_tokens
-        await d.chat.archive.delete(d.chat.current_chat.id)
+        chat_id = d.chat.current_chat.id
+        d.chat.archive.hide(chat_id)
+        d.chat.archive.finish_deletion(chat_id)
     assert not list(data_folder().rglob("*.kept"))

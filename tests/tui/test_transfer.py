@@ -63,13 +63,13 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
 async def test_the_screen_is_drawn_during_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.json"
     path.write_text("[]")
-    gate, add = threading.Event(), Archive.add_now
+    gate, add = threading.Event(), Archive.add
 
     def slowly(archive: Archive, chats: ExportedChats) -> None:
         gate.wait(20)
         add(archive, chats)
 
-    monkeypatch.setattr(Archive, "add_now", slowly)
+    monkeypatch.setattr(Archive, "add", slowly)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.send(f"/import {path}")
         d.chat.prompt.replace_text("typed meanwhile")

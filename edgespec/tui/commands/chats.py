@@ -51,7 +51,7 @@ def _load(context: Context) -> Result:
             "chats", otherwise=lambda: _listed(context.archive, "", "There are no saved chats yet.")
         )
     title = unquoted(context.argument)
-    found = find_chat(context.archive.list_now(), title)
+    found = find_chat(context.archive.list(), title)
     if found is None:
         raise OptionError(
             f"No saved chat has {title!r} in its title",
@@ -69,7 +69,7 @@ def _search(context: Context) -> Result:
 
 def _listed(archive: Archive, query: str, nothing: str) -> Result:
     """List the chats that match a query, or show the hint `nothing` if there are none."""
-    found = search(archive.list_now(), query)
+    found = search(archive.list(), query)
     hints = []
     if len(found) > _LISTED_CHATS:
         hints.append(f"{len(found) - _LISTED_CHATS:,} more chats. Type /search and a word to find them.")
@@ -124,7 +124,7 @@ def import_file(archive: Archive, path: str, hint: str) -> Result:
     chats = ExportedChats(Path(os.path.expanduser(path)))
     failure: tuple[Problem, ...] = ()
     try:
-        archive.add_now(chats)
+        archive.add(chats)
     except ChatFileError as error:
         failure = (Problem(error),)
     text = imported_text(chats, hint) if chats.read_count or not failure else ""

@@ -38,7 +38,7 @@ def _continue(context: Context) -> Result:
         return Nothing("The reply is not finished yet", "Wait until it ends")
     if context.chat.entries:
         return Generate(_continued, "/continue")
-    unfinished = next((chat for chat in context.archive.list_now() if chat.unfinished), None)
+    unfinished = next((chat for chat in context.archive.list() if chat.unfinished), None)
     if unfinished is None:
         return Nothing("There is no unfinished reply to continue", "Type /load for the list of chats")
     return Open(unfinished), Generate(_continued, "/continue")
