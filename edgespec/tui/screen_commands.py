@@ -40,9 +40,15 @@ from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import kept_options
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.saved_chats import open_chat, open_new, restore_chat
-from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen, SystemScreen
+from edgespec.tui.screens.dialogs import (
+    ConfirmScreen,
+    PresetScreen,
+    RenameScreen,
+    SettingsScreen,
+    SystemScreen,
+    all_presets,
+)
 from edgespec.tui.screens.models import ModelsScreen
-from edgespec.tui.screens.settings import PresetScreen, SettingsScreen, all_presets
 from edgespec.tui.settings import SCHEMA, check_settings, with_load_setting
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen

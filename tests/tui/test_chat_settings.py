@@ -11,9 +11,8 @@ from textual.widgets import Input, TextArea
 from edgespec.errors import OptionError
 from edgespec.options.option import TextFile
 from edgespec.store.installed import RecommendedSetting
-from edgespec.tui.screens.dialogs import SystemScreen
+from edgespec.tui.screens.dialogs import SettingsScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import accepted, read_schema
 from edgespec.tui.widgets.details import StatusLine
 from edgespec.tui.worker import Load

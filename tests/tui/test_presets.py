@@ -10,7 +10,7 @@ import pytest
 from textual.widgets import Input
 
 from edgespec.options.presets import Preset, preset_path, read_preset, write_preset
-from edgespec.tui.screens.settings import PresetScreen
+from edgespec.tui.screens.dialogs import PresetScreen
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, facts, loading
