@@ -37,8 +37,8 @@ def _saved_bytes(text: str) -> int:
 class Archive:
     """Loads and saves chats in a `ChatStore`, one call at a time.
 
-    All methods can be called from any thread, and can raise ChatFileError. They block until the files are read
-    or written, so the full-screen chat calls most of them in another thread.
+    All methods can be called from any thread, and can raise ChatFileError. They block until the files are
+    read or written, so the full-screen chat calls them in another thread.
 
     Attributes:
         unsaved: The errors of chats whose last save failed, keyed by chat ID. Each message names the chat.

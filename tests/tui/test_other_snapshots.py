@@ -21,7 +21,7 @@ from edgespec.decode.reply import Reply
 from edgespec.tools.tool import Tool
 from edgespec.tui.race import RaceProgress
 from edgespec.tui.screens.race import RaceScreen
-from edgespec.tui.screens.tools import ApprovalScreen
+from edgespec.tui.tool_use import ApprovalScreen
 from tests.cases import first
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, loading, made_up_stats

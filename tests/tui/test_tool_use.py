@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import edgespec.tui.screens.tools
 import edgespec.tui.tool_use
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat, Setting
@@ -17,7 +16,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tools.tool import Tool
-from edgespec.tui.screens.tools import ApprovalScreen, ToolsScreen
+from edgespec.tui.tool_use import ApprovalScreen, ToolsScreen
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
@@ -187,7 +186,7 @@ async def test_keys_typed_while_the_question_opens_decide_nothing(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Wait longer than usual, so that the test also passes on a busy machine.
-    monkeypatch.setattr(edgespec.tui.screens.tools, "_QUIET_SECONDS", 5.0)
+    monkeypatch.setattr(edgespec.tui.tool_use, "_QUIET_SECONDS", 5.0)
     configure("good", "hostile_server.py", "polite")
     async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
         await tools_on(d)
