@@ -18,8 +18,8 @@ from edgespec.errors import AttachmentError, OptionError
 from edgespec.tui import saved_chats, screen_commands, selection
 from edgespec.tui.attachments import saved_files
 from edgespec.tui.commands import table
-from edgespec.tui.copying import copy_text
-from edgespec.tui.editor import write_prompt
+from edgespec.tui.desktop import copy_text, edited
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 from edgespec.tui.input_syntax import find_references, missing_files
 from edgespec.tui.screens.help import (
     CHAT_LIST_PART,
@@ -220,7 +220,20 @@ class ChatScreen(TurnScreen):
         self.say(await copy_text(self.app, event.code.rstrip("\n"), "code block"))
 
     def action_editor(self) -> None:
-        write_prompt(self)
+        """Edit the text of the input in the user's editor. If the editor fails, leave the text unchanged."""
+        try:
+            text = edited(self.app, self.prompt.whole_text).removesuffix("\n")
+        except OptionError as error:
+            self.say(f"{error.what}. {error.next_step}.")
+            return
+        if len(text) > MAX_INPUT_CHARACTERS:
+            self.say(
+                f"The edited text was not used: it has {len(text):,} characters, but the input takes at most"
+                f" {MAX_INPUT_CHARACTERS:,}."
+            )
+        elif text != self.prompt.whole_text:
+            self.prompt.replace_text(text)
+        self.prompt.focus()
 
     async def action_new_chat(self) -> None:
         """Start a new chat with the system prompt and settings given on the command line."""

@@ -23,7 +23,7 @@ from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread
 from edgespec.tui.commands import table
-from edgespec.tui.copying import CodeCopier
+from edgespec.tui.desktop import CodeCopier
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.input_syntax import QUOTES
 from edgespec.tui.open_chat import OpenChat, version_label

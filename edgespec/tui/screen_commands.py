@@ -34,9 +34,8 @@ from edgespec.tui.commands.results import (
     all_of,
 )
 from edgespec.tui.commands.setup import check_load_setting, chosen_model, system_change
-from edgespec.tui.copying import copy_text
+from edgespec.tui.desktop import copy_text, show_message
 from edgespec.tui.downloads import Download
-from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import kept_options
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.saved_chats import open_chat, open_new, restore_chat

@@ -12,8 +12,7 @@ from typing import TypeAlias
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree
 from edgespec.errors import OptionError
-from edgespec.tui.copying import copy_text
-from edgespec.tui.editor import show_message
+from edgespec.tui.desktop import copy_text, show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry
 from edgespec.tui.saved_chats import open_new
