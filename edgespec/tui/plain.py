@@ -187,11 +187,15 @@ class PlainChat:
             return
         self.console.note(f"{not_found_text(wanted)}. Type /load for the list of chats.")
 
-    def open_new(self, chat: OpenChat) -> None:
-        """Open an empty chat. The current one remains saved."""
+    def open_new(self, chat: OpenChat, note: str) -> None:
+        """Open a new chat. If it has messages, save it and print `note`. The current chat remains saved."""
         self.current_chat = chat
-        self.stats, self.method = None, self.runtime.method
-        self.console.note("This is a new chat.")
+        if chat.entries:
+            self.save()
+            self.console.answer(note)
+        else:
+            self.stats, self.method = None, self.runtime.method
+            self.console.note("This is a new chat.")
 
     def open(self, stored: StoredChat) -> SavedChat:
         """Open a saved chat, print its last reply, and return the saved chat. Raises ChatFileError."""

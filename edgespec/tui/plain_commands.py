@@ -109,7 +109,7 @@ def _show(chat: PlainChat, result: Result) -> None:
             case Open(chat=StoredChat() as stored):
                 _load_models_of(chat, chat.open(stored))
             case Open(chat=OpenChat() as new):
-                _open_new(chat, new, part.note)
+                chat.open_new(new, part.note)
             case Generate():
                 _generate(chat, part)
             case Load():
@@ -124,22 +124,15 @@ def _show(chat: PlainChat, result: Result) -> None:
                 _ask(chat, part)
             case RunningRace():
                 _await_race(chat, part)
+            case Action() if part.otherwise is not None:
+                _show(chat, part.otherwise())
             case Action():
-                _act(chat, part)
+                ACTIONS[part.name](chat, part.value)
 
 
 def _print(write: Callable[[str], None], text: str) -> None:
     if text:
         write(text)
-
-
-def _open_new(chat: PlainChat, new: OpenChat, note: str) -> None:
-    if not new.entries:
-        chat.open_new(new)
-        return
-    chat.current_chat = new
-    chat.save()
-    chat.console.answer(note)
 
 
 def _generate(chat: PlainChat, generate: Generate) -> None:
@@ -174,13 +167,6 @@ def _await_race(chat: PlainChat, running: RunningRace) -> None:
     chat.console.answer("\n".join([race.chat_headline(), *map(in_chat, race.remarks())]))
 
 
-def _act(chat: PlainChat, action: Action) -> None:
-    if action.otherwise is not None:
-        _show(chat, action.otherwise())
-    else:
-        ACTIONS[action.name](chat, action.value)
-
-
 def _quit(chat: PlainChat) -> None:
     chat.console.leaving = True
 
@@ -207,12 +193,7 @@ def _use_model(chat: PlainChat, reference: str) -> None:
 
 
 def _download(chat: PlainChat, reference: str) -> None:
-    if _download_model(chat, reference):
-        _use_model(chat, reference)
-
-
-def _download_model(chat: PlainChat, reference: str) -> bool:
-    """Download a model, printing the progress. Return False if the user stopped the download."""
+    """Download a model, printing the progress, and switch to it unless the user stopped the download."""
     chat.console.note(f"Downloading {reference}. Press Ctrl-C to stop.")
     download, reported = Download(reference), 0.0
     chat.console.interrupted.clear()
@@ -225,7 +206,7 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
             chat.console.note(f"Downloaded {percent(reported)}.")
     if download.cancelled.is_set() and download.error is not None:
         chat.console.note(f"The download was stopped. To resume it, type /model {reference}")
-        return False
+        return
     if isinstance(download.error, EdgespecError):
         raise download.error
     if download.error is not None:
@@ -234,7 +215,7 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
             "try again",
             code="internal_error",
         ) from download.error
-    return True
+    _use_model(chat, reference)
 
 
 def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:
