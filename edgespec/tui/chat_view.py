@@ -145,7 +145,7 @@ class ChatView(Screen[None]):
         self._title = Static(id="title")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
-        self._thread = thread
+        self.model_thread = thread
         self._take_typed = take_typed
         self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
@@ -214,21 +214,16 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     @property
-    def model_thread(self) -> ModelThread:
-        """The thread that runs the model."""
-        return self._thread
-
-    @property
     def stats(self) -> Stats | None:
         """Statistics of the current or last reply."""
-        stream = self._thread.stream if self.writing else None
+        stream = self.model_thread.stream if self.writing else None
         return self._last_stats if stream is None else stream.stats
 
     @property
     def method(self) -> MethodReport:
         """Drafting method of the current or last reply, or the default method before the first reply."""
         if self.writing:
-            stream = self._thread.stream
+            stream = self.model_thread.stream
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
         # There are no statistics if another model or an earlier run of edgespec generated the last reply.

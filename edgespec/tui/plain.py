@@ -267,7 +267,7 @@ class PlainChat:
         """Generate one reply and return its tool calls."""
         chat = self.current_chat
         self.archive.check_size(chat, turn)
-        chat.begin_turn(turn, self.models)
+        chat.turn, chat.models = turn, self.models
         if turn.sent:
             self.save()
         ask = Ask(chat.system, turn.prompt, {**chat.settings, **self.tools.options}, turn.written)

@@ -80,7 +80,7 @@ async def open_chat(
             notes.append("The last reply is unfinished. Type /continue to finish it.")
         notes += [sentences("One setting in this chat was ignored", problem) for problem in problems]
         # If the user has chosen another chat meanwhile, this chat's model is not needed.
-        is_switching = switches and not screen.has_more_to_do
+        is_switching = switches and not screen.after_reply
         here = await asyncio.to_thread(models_here, saved.models) if is_switching else None
         if missing := missing_models_text(saved, target, here):
             notes.append(missing)
