@@ -335,7 +335,6 @@ class TurnScreen(ChatView):
         entry = chat.finish_turn(ended, message, leaving=self.is_leaving)
         if entry is None:
             # No new text was generated, so show the previous conversation again.
-            await reply.finish(reply.text, reply.reasoning, None)
             if not self.is_leaving:  # Otherwise, the message stays in the saved chat.
                 self._give_back_text(turn)
             await transcript.show_chat(chat, welcome=self._welcome())
@@ -349,10 +348,7 @@ class TurnScreen(ChatView):
         if ended is not None:
             self._last_stats = ended.stats
         transcript.follow()
-        versions = version_label(chat.tree, chat.tree.path[-1])
-        await reply.finish(
-            entry.content, entry.reasoning, ended, versions, ended_early=entry.message.ended_early
-        )
+        await reply.finish(entry, version_label(chat.tree, chat.tree.path[-1]))
         entry.chunks = tuple(reply.chunks)
         entry.thought_seconds = reply.thoughts.seconds
         if ended is not None:

@@ -321,7 +321,7 @@ class Transcript(VerticalScroll):
             reply = last
             self.anchor()
         else:
-            reply = ReplyMessage(origin=self.origin)
+            reply = ReplyMessage(None, origin=self.origin)
             await self.add(reply)
         reply.begin()
         return reply
@@ -460,17 +460,7 @@ def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWi
     elif entry.role == "system":
         widget = SystemMessage(entry.content)
     else:
-        widget = ReplyMessage(
-            entry.content,
-            reasoning=entry.reasoning,
-            thought_seconds=entry.thought_seconds,
-            chunks=entry.chunks,
-            reply=entry.reply,
-            calls_tools=bool(entry.message.tool_calls),
-            origin=origin,
-            versions=versions,
-            ended_early=entry.message.ended_early,
-        )
+        widget = ReplyMessage(entry, versions, origin=origin)
     widget.place = place
     return widget
 
