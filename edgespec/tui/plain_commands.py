@@ -152,7 +152,7 @@ def _ask(chat: PlainChat, question: Question) -> None:
 
 def _await_race(chat: PlainChat, running: RunningRace) -> None:
     chat.console.note(f"Comparing replies without the speed-up and with the method {running.method}.")
-    job, progress = running.race.race, running.race.progress
+    job, progress = running.race, running.progress
     reported = progress.description
     while not wait([job], _WAIT_SECONDS).done:
         if progress.description != reported:

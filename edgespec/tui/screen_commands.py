@@ -189,7 +189,7 @@ async def _show_race(screen: TurnScreen, running: RunningRace) -> None:
     def closed(_result: None) -> None:
         screen.call_later(screen.use_reloaded_model)
 
-    await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel), closed)
+    await screen.app.push_screen(RaceScreen(running, screen.model_thread.cancel), closed)
 
 
 async def _choose_preset(screen: TurnScreen) -> None:

@@ -19,7 +19,7 @@ from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
 from edgespec.tools.tool import Tool
-from edgespec.tui.race import RaceProgress
+from edgespec.tui.commands.results import RaceProgress, RunningRace
 from edgespec.tui.screens.race import RaceScreen
 from edgespec.tui.tool_use import ApprovalScreen
 from tests.cases import first
@@ -94,7 +94,7 @@ def _lane(method: str, seconds: float) -> Lane:
 async def _race(d: Driver) -> None:
     race: Future[Race] = Future()
     race.set_result(Race(_lane("none", 0.4), _lane("auto", 0.25), 0.0))
-    d.app.push_screen(RaceScreen(ASK, race, RaceProgress(), lambda: None))
+    d.app.push_screen(RaceScreen(RunningRace("auto", ASK, race, RaceProgress()), lambda: None))
     await d.sees("1.60x")
 
 
