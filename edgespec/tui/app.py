@@ -38,9 +38,8 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.terminal_input import guard_input
 from edgespec.tui.texts import notices, rounding_warning, sentences, switched_note
-from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
+from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables, guard_input
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.files import dropped
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text

@@ -14,14 +14,14 @@ import pytest
 from textual import events
 from textual.message import Message
 
-from edgespec.tui.terminal_input import InputParser, pasted_text
+from edgespec.tui.textual_guards import InputParser, pasted_text
 
 PASTE = "\x1b[200~{}\x1b[201~"
 # A chat's app is too slow to start for this test, so this app reads keys with the same driver and guard.
 PROGRAM = """
 import sys
 from textual.app import App
-from edgespec.tui.terminal_input import guard_input
+from edgespec.tui.textual_guards import guard_input
 
 log = open(sys.argv[1], "a", buffering=1)
 
