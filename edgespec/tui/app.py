@@ -50,8 +50,6 @@ from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_na
 if TYPE_CHECKING:
     from edgespec.api.sharing.chat_sharing import ChatSharing
 
-__all__ = ["ChatApp", "ChatEnd", "LoadingScreen", "quick_screen", "run_chat"]
-
 _T = TypeVar("_T")
 _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0

@@ -16,8 +16,6 @@ from edgespec.errors import CapabilityError, ChatFileError, ContextFullError, Op
 from edgespec.system.files import format_bytes
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 
-__all__ = ["REFUSALS", "UNDO_SECONDS", "Archive"]
-
 UNDO_SECONDS = 60.0
 """Time in seconds during which a deleted chat can be restored."""
 

@@ -13,8 +13,6 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
-__all__ = ["CallThread", "in_thread"]
-
 _T = TypeVar("_T")
 
 

@@ -36,8 +36,6 @@ from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import Sidebar
 
-__all__ = ["ChatScreen"]
-
 # Pressing Ctrl+C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
 # Seconds to wait before telling the user that files are still being read.

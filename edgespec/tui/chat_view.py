@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from edgespec import MethodReport, Stats
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = ["ChatView"]
-
 _MEMORY_SECONDS = 3.0
 
 

@@ -21,8 +21,6 @@ from edgespec.system.files import error_reason, read_regular_file
 from edgespec.tui.open_chat import ChatEntry, code_blocks
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
-__all__ = ["CodeCopier", "copy_text", "edited", "show_message"]
-
 # Clipboard tools for systems other than macOS, tried in this order until one works.
 _TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input"))
 

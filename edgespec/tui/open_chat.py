@@ -20,8 +20,6 @@ from edgespec.tui.numbers import count
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["FORK_SUFFIX", "ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
-
 FORK_SUFFIX = " (fork)"
 """Appended to the title of a forked chat."""
 

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.store import StoredChat
 
-__all__ = ["PlainChat"]
-
 _WAIT_SECONDS = 0.05
 # Maximum number of missing files to list by name.
 _MAX_NAMED_FILES = 5

@@ -43,8 +43,6 @@ from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.texts import in_chat, missing_models_text, rounding_warning, sentences, switched_note
 
-__all__ = ["ACTIONS", "run"]
-
 _Do: TypeAlias = Callable[[PlainChat, str], None]
 
 _WAIT_SECONDS = 0.1

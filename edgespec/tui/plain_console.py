@@ -15,8 +15,6 @@ from edgespec.system.waiting import SignalEvent
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
 from edgespec.tui.textual_guards import without_controls
 
-__all__ = ["PlainConsole", "ReplyPieces", "write"]
-
 # Pressing Ctrl-C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
 # Maximum delay in seconds before the chat reacts to a signal while waiting for input.

@@ -17,18 +17,6 @@ from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import missing_models_text, not_found_text, sentences
 from edgespec.tui.turns import TurnScreen
 
-__all__ = [
-    "delete_chat",
-    "offer_unfinished",
-    "open_chat",
-    "open_new",
-    "pin_chat",
-    "rename_chat",
-    "restore_chat",
-    "restore_in_list",
-    "resume",
-]
-
 
 async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
     """Open a new chat once the running reply has stopped. If it has messages, save it and show `note`."""

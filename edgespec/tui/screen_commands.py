@@ -53,8 +53,6 @@ from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.messages import Pairs, Panel
 
-__all__ = ["ACTIONS", "edit_settings", "edit_system", "pick_model", "run", "run_named"]
-
 _Do: TypeAlias = Callable[[TurnScreen, str], Awaitable[object]]
 _DOWNLOAD_TICK_SECONDS = 0.2
 

@@ -19,8 +19,6 @@ from edgespec.tui.saved_chats import open_new
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 
-__all__ = ["ACTIONS", "delete", "finish_edit", "run", "select", "undo"]
-
 _Run: TypeAlias = Callable[[TurnScreen, int], Awaitable[None]]
 
 

@@ -38,16 +38,6 @@ if TYPE_CHECKING:
     from textual.driver import Driver
     from textual.message import Message
 
-__all__ = [
-    "InputParser",
-    "KeyOrder",
-    "NoControls",
-    "check_textual_variables",
-    "guard_input",
-    "pasted_text",
-    "without_controls",
-]
-
 # Maximum frame rate. At higher rates, the chat constantly redraws and does not respond to input.
 _MAX_FRAMES_PER_SECOND = 1000
 # Maximum time in seconds that a key waits for the previous one, so that Esc works while a widget is busy.

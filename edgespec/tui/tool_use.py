@@ -44,8 +44,6 @@ from edgespec.tui.tool_access import (
 )
 from edgespec.tui.widgets.messages import ToolCallMessage
 
-__all__ = ["ApprovalScreen", "ToolUse", "ToolsScreen"]
-
 _MAX_DESCRIPTION = 100
 # Seconds between checks for servers that have started or exited.
 _TICK_SECONDS = 0.5

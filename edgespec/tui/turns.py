@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from edgespec import Reply
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = ["TurnScreen"]
-
 _TICK_SECONDS = 1 / 25
 # Number of screen updates per update of the details panel. Updating it less often keeps its numbers readable.
 _TICKS_PER_DETAILS = 5

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.chat_sharing import ChatSharing
     from edgespec.store.download import Progress
 
-__all__ = [
-    "Ask",
-    "ChatState",
-    "Load",
-    "LoadOther",
-    "ModelThread",
-    "PlanModel",
-    "Switched",
-    "load_named",
-    "plan_named",
-]
-
 Load = Callable[["Progress"], "ChatModel"]
 # Takes a reference to a model. Optional arguments are the load options that the user has changed in the chat
 # (None when switching to another model), and those that carry over to another model.

@@ -30,8 +30,6 @@ from edgespec.tui.open_chat import OpenChat
 if TYPE_CHECKING:
     from edgespec.tui.archive import Archive
 
-__all__ = ["KEEPING", "MAX_TITLE", "OPENING", "import_file", "imported_text", "renamed"]
-
 MAX_TITLE = 80
 """Maximum number of characters in a chat title given by the user."""
 

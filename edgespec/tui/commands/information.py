@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel, ChatReply
     from edgespec.chat.saved_chat import Setting
 
-__all__ = ["SHOW", "SPEED", "show", "why", "why_text"]
-
 # Below this acceptance rate, draft tokens are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
 # Gain above which `/why` suggests no changes. 0.3 means 1.3 times as fast.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from edgespec.chat.tool_calls.calls import ToolCall
     from edgespec.tui.open_chat import RunningTurn
 
-__all__ = ["COMMANDS"]
-
 _SEND = "Send a message first"
 
 

@@ -25,26 +25,6 @@ if TYPE_CHECKING:
     from edgespec.tui.tool_access import ToolAccess
     from edgespec.tui.worker import ModelThread
 
-__all__ = [
-    "Action",
-    "Change",
-    "Command",
-    "Context",
-    "Copy",
-    "Generate",
-    "Load",
-    "Nothing",
-    "Open",
-    "Problem",
-    "Question",
-    "RaceProgress",
-    "Result",
-    "RunningRace",
-    "Table",
-    "Text",
-    "all_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Context:

@@ -64,17 +64,6 @@ if TYPE_CHECKING:
     from edgespec.store.heads import HeadOption
     from edgespec.store.reference import Resolved
 
-__all__ = [
-    "APPEARANCE",
-    "COMMANDS",
-    "check_load_setting",
-    "chosen_model",
-    "is_match",
-    "is_open",
-    "speed_text",
-    "system_change",
-]
-
 # Maximum number of draft models that /draft lists.
 _MAX_CHOICES = 8
 # What to type to change the load options that have a command of their own.

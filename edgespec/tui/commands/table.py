@@ -15,17 +15,6 @@ from edgespec.system import spelling
 from edgespec.tui.commands import chats, information, messages, setup
 from edgespec.tui.commands.results import Action, Command, Context, Result, Text
 
-__all__ = [
-    "COMMANDS",
-    "Typed",
-    "completion",
-    "hint",
-    "nearest",
-    "read",
-    "typed_path",
-    "unknown",
-]
-
 _PLAIN_HELP = (
     "To attach a file or a folder, write @ and its path in your message. @src/*.py attaches all matching"
     ' files.\nPress Ctrl-C to stop a reply, or twice to quit. To write several lines, enclose them in """.'

@@ -38,17 +38,6 @@ from edgespec.tui.widgets.prompt import UNDO_KEYS
 if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = [
-    "ConfirmScreen",
-    "EditedSettings",
-    "FormScreen",
-    "PresetScreen",
-    "RenameScreen",
-    "SettingsScreen",
-    "SystemScreen",
-    "all_presets",
-]
-
 T = TypeVar("T")
 
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.tui.worker import PlanModel
 
-__all__ = ["ModelsScreen", "default_for_chats", "details_text", "row_text"]
-
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
 _TICK_SECONDS = 0.5

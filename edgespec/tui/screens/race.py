@@ -20,8 +20,6 @@ from edgespec.tui.commands.results import RunningRace
 from edgespec.tui.numbers import bar, count, rate
 from edgespec.tui.texts import error_text, in_chat
 
-__all__ = ["RaceScreen"]
-
 _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
 # Minimum column width, in cells, for the long heading. In a narrower column, the heading would take up lines

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from edgespec import AttachedFile
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = ["FileChips", "PathList", "PathSearch", "dropped", "file_chips"]
-
 # Seconds to wait after the last key press before reading the files that the input refers to.
 _PAUSE_SECONDS = 0.15
 # Maximum time in seconds to check whether pasted text is a path. Network drives can be slow.

@@ -37,21 +37,6 @@ from edgespec.tui.widgets.reply_markdown import GUESSED_STYLE, OWN_STYLE, Origin
 if TYPE_CHECKING:
     from edgespec import AttachedFile, TextChunk
 
-__all__ = [
-    "MESSAGE_KEYS",
-    "MessageWidget",
-    "Pairs",
-    "Panel",
-    "ReplyMessage",
-    "SystemMessage",
-    "Thoughts",
-    "ToolCallMessage",
-    "UserMessage",
-    "Welcome",
-    "message_key_hint",
-    "pairs_content",
-]
-
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _WHOLE_THOUGHTS = "the chat file contains the whole text"
 _COPY_REPLY = "type /copy to copy the last reply, or /copy chat to copy the whole chat"

@@ -38,8 +38,6 @@ from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text
 
-__all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages", "references_to"]
-
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
 """The undo keys, which are those of common shells, because Ctrl+Z suspends the program. Most terminals send
 the same character for both.

@@ -39,8 +39,6 @@ from edgespec.tui.widgets.messages import (
 if TYPE_CHECKING:
     from textual.layout import DockArrangeResult
 
-__all__ = ["Transcript"]
-
 # Height in rows of the line that shows how many older messages there are. The user scrolls past this line.
 _MORE_ROWS = 2
 # Maximum number of notes and panels. Older ones are removed, and the next message removes them all.
