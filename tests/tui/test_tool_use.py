@@ -18,6 +18,7 @@ from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tools.tool import Tool
 from edgespec.tui.tool_use import ApprovalScreen, ToolsScreen
 from edgespec.tui.worker import Load
+from tests.tui.driving import save_chat
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
 from tests.tui.tool_servers import configure, force_calls
@@ -371,9 +372,7 @@ async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Pa
 async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_path: Path) -> None:
     configure("good", "hostile_server.py", "polite")
     call = ToolCall("1", "good_act", json.dumps({"text": "x" * 200_000}))
-    messages = [Message("user", "Add."), Message("assistant", "", tool_calls=(call,))]
-    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
-    ChatStore(tmp_path / "chats").save(SavedChat("one", MessageTree.linear(messages), noon, noon))
+    save_chat(tmp_path, Message("user", "Add."), Message("assistant", "", tool_calls=(call,)))
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as d:
         await tools_on(d)
         await d.send("/continue")
