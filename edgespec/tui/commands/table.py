@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from edgespec.errors import OptionError
 from edgespec.system import spelling
-from edgespec.tui.commands import chats, information, messages, setup
+from edgespec.tui.commands import chats, information, setup
 from edgespec.tui.commands.results import Action, Command, Context, Result, Text
 
 _PLAIN_HELP = (
@@ -42,7 +42,7 @@ COMMANDS: tuple[Command, ...] = (
     *information.SHOW,
     *setup.COMMANDS,
     *chats.OPENING,
-    *messages.COMMANDS,
+    *chats.MESSAGES,
     *chats.KEEPING,
     *information.SPEED,
     *setup.APPEARANCE,
