@@ -29,7 +29,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ChatFileError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
-from edgespec.tui.background import CallThread, in_thread
+from edgespec.tui.background import in_thread
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
@@ -530,7 +530,7 @@ class LoadingScreen(Screen[None]):
         super().__init__()
         self.typed = ""
         self._model = name
-        self._pasted, self._files = pasted, CallThread()
+        self._pasted = pasted
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
         self._what = Static(Content("Starting"), id="loading-what")
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
@@ -583,7 +583,7 @@ class LoadingScreen(Screen[None]):
         if len(event.text) > MAX_INPUT_CHARACTERS:
             self.notify(too_long_text(len(event.text)), markup=False)
             return
-        if paths := await dropped(self._files, event.text):
+        if paths := await dropped(event.text):
             self.typed += references_to(paths, self.typed, self.typed)
         elif self._pasted.is_long(event.text):
             self.typed += self._pasted.fold(event.text, None)
