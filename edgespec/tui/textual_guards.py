@@ -26,24 +26,23 @@ from rich.segment import Segment
 from textual import constants
 from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.color import Color
+from textual.driver import Driver
 from textual.filter import LineFilter
 
 from edgespec.errors import ConfigurationError
 from edgespec.system.files import error_reason
+from edgespec.tui.plain_console import CONTROLS
 
 if TYPE_CHECKING:
     from textual import events
     from textual.app import App
     from textual.dom import DOMNode
-    from textual.driver import Driver
     from textual.message import Message
 
 # Maximum frame rate. At higher rates, the chat constantly redraws and does not respond to input.
 _MAX_FRAMES_PER_SECOND = 1000
 # Maximum time in seconds that a key waits for the previous one, so that Esc works while a widget is busy.
 _MAX_WAIT_SECONDS = 1.0
-# Matches control characters, and characters that change the text direction and can disguise a name.
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 # Matches escape sequences, such as those for colours and titles, and all control characters except tabs and
 # line breaks.
 _SEQUENCES = re.compile(
@@ -94,9 +93,6 @@ def check_textual_variables() -> None:
 
 
 def _is_driver(name: str) -> bool:
-    # Imported lazily, because the plain chat needs only `without_controls`.
-    from textual.driver import Driver
-
     if ":" not in name:
         return False
     try:
@@ -180,17 +176,12 @@ class KeyOrder:
             self._handled_now = None
 
 
-def without_controls(text: str) -> str:
-    """Return the text without control characters other than line breaks and tabs."""
-    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else "", text)
-
-
 class NoControls(LineFilter):
     """Removes control characters from each line before it is drawn."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
         return [
-            segment if segment.control else Segment(_CONTROLS.sub("", segment.text), segment.style)
+            segment if segment.control else Segment(CONTROLS.sub("", segment.text), segment.style)
             for segment in segments
         ]
 
