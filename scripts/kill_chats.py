@@ -17,7 +17,6 @@ runs. `kill_terminal_chats.py` kills the chat in a terminal instead. Requires a 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -171,7 +170,7 @@ def _chat(target: str, seed: int, loaded: int, log: Path) -> None:
                     reply_seed = choices.randint(0, 99)
                     reply = _finish(chat.regenerate(seed=reply_seed, max_tokens=12))
                 saved_chat.change_messages(MessageTree.linear(map(ChatEntry, chat.messages)))
-                asyncio.run(archive.save(saved_chat, target))
+                archive.save(saved_chat, target)
                 contents = [message.content for message in saved_chat.messages]
                 _append(log, [saved_chat.id, contents, list(prompts[-1]), reply_seed, list(reply.tokens)])
             runtime.save_prefix_cache()
@@ -184,7 +183,7 @@ def _choose_chat(store: ChatStore, archive: Archive, choices: random.Random) -> 
     saved = [chat for chat in store.list() if not chat.problem and chat.message_count < 12]
     if len(saved) <= 3:
         return OpenChat("You are a helper in a terminal. Be brief.")
-    chat = OpenChat.opened(asyncio.run(archive.load(choices.choice(saved[:4]).id)), {})
+    chat = OpenChat.opened(archive.load(choices.choice(saved[:4]).id), {})
     if choices.random() < 0.2:
         chat.id = ""
         chat.tree = chat.tree.ending_at(chat.tree.path[:2][-1])

@@ -29,7 +29,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ChatFileError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
-from edgespec.tui.background import CallThread, in_thread
+from edgespec.tui.background import in_thread
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
@@ -38,9 +38,8 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.terminal_input import guard_input
 from edgespec.tui.texts import notices, rounding_warning, sentences, switched_note
-from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
+from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables, guard_input
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.files import dropped
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text
@@ -50,8 +49,6 @@ from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_na
 
 if TYPE_CHECKING:
     from edgespec.api.sharing.chat_sharing import ChatSharing
-
-__all__ = ["ChatApp", "ChatEnd", "LoadingScreen", "quick_screen", "run_chat"]
 
 _T = TypeVar("_T")
 _TICK_SECONDS = 1 / 25
@@ -420,7 +417,8 @@ class ChatApp(App[None]):
         """Retry saving the unsaved chats. Return whether any of them still cannot be saved."""
         if self.chat is not None and self.archive.unsaved:
             with suppress(ChatFileError):
-                await self.archive.save(self.chat.current_chat, self.chat.runtime.target.name)
+                await asyncio.to_thread(
+                    self.archive.save, self.chat.current_chat, self.chat.runtime.target.name)
         return bool(self.archive.unsaved)
 
     # With `run_worker`, Python would warn that this coroutine was never awaited if the app exits before it
@@ -532,7 +530,7 @@ class LoadingScreen(Screen[None]):
         super().__init__()
         self.typed = ""
         self._model = name
-        self._pasted, self._files = pasted, CallThread()
+        self._pasted = pasted
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
         self._what = Static(Content("Starting"), id="loading-what")
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
@@ -585,7 +583,7 @@ class LoadingScreen(Screen[None]):
         if len(event.text) > MAX_INPUT_CHARACTERS:
             self.notify(too_long_text(len(event.text)), markup=False)
             return
-        if paths := await dropped(self._files, event.text):
+        if paths := await dropped(event.text):
             self.typed += references_to(paths, self.typed, self.typed)
         elif self._pasted.is_long(event.text):
             self.typed += self._pasted.fold(event.text, None)

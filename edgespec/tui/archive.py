@@ -1,8 +1,7 @@
-"""Load and save chats without blocking the UI, and save replies while they are generated."""
+"""Load and save chats, and save replies while they are generated."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,8 +15,6 @@ from edgespec.chat.store import ChatStore, StoredChat, find_chat
 from edgespec.errors import CapabilityError, ChatFileError, ContextFullError, OptionError, TemplateError
 from edgespec.system.files import format_bytes
 from edgespec.tui.open_chat import OpenChat, RunningTurn
-
-__all__ = ["REFUSALS", "UNDO_SECONDS", "Archive"]
 
 UNDO_SECONDS = 60.0
 """Time in seconds during which a deleted chat can be restored."""
@@ -36,7 +33,10 @@ def _saved_bytes(text: str) -> int:
 
 
 class Archive:
-    """Loads and saves chats in a `ChatStore`, one call at a time. Methods can raise ChatFileError.
+    """Loads and saves chats in a `ChatStore`, one call at a time.
+
+    All methods can be called from any thread, and can raise ChatFileError. They block until the files are
+    read or written, so the full-screen chat calls them in another thread.
 
     Attributes:
         unsaved: The errors of chats whose last save failed, keyed by chat ID. Each message names the chat.
@@ -72,14 +72,8 @@ class Archive:
                 code="chat_too_large",
             )
 
-    async def save(self, chat: OpenChat, target: str) -> None:
-        """Save the chat without blocking the event loop. See `save_now`."""
-        await asyncio.to_thread(self.save_now, chat, target)
-
-    def save_now(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
+    def save(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
         """Save the chat, assigning an ID if it has none. Does nothing if the chat is new and empty.
-
-        Can be called from any thread.
 
         If another program has changed the file since this chat was last read or saved, the other version is
         kept and this chat is saved under a new ID.
@@ -127,11 +121,7 @@ class Archive:
         self.unsaved.pop(chat_id, None)
         self._waiting.pop(chat_id, None)
 
-    async def withdraw(self, chat: OpenChat, target: str) -> None:
-        """Save the chat without a message that the model refused. See `withdraw_now`."""
-        await asyncio.to_thread(self.withdraw_now, chat, target)
-
-    def withdraw_now(self, chat: OpenChat, target: str) -> None:
+    def withdraw(self, chat: OpenChat, target: str) -> None:
         """Save the chat without a message that the model refused, such as one that exceeds the context.
 
         `take_turn` saves each message before the model sees it. If a refused message stayed in the file, the
@@ -162,7 +152,7 @@ class Archive:
                 continue
             began = monotonic()
             with suppress(ChatFileError):
-                self.save_now(chat, target, turn)
+                self.save(chat, target, turn)
             saved_chunks = chunks
             pause_seconds = max(_SAVE_SECONDS, (monotonic() - began) / _MAX_SAVING_SHARE)
 
@@ -173,51 +163,31 @@ class Archive:
             what = "; ".join(error.what for error in errors)
             raise ChatFileError(what, errors[-1].next_step, code=errors[-1].code)
 
-    async def list(self) -> Sequence[StoredChat]:
+    def list(self) -> Sequence[StoredChat]:
         """Return all chats, newest first."""
-        return await asyncio.to_thread(self.list_now)
-
-    def list_now(self) -> Sequence[StoredChat]:
-        """Return all chats, newest first. Blocks until the files are read."""
         with self._lock:
             return self.store.list()
 
-    async def find(self, wanted: str) -> StoredChat | None:
+    def find(self, wanted: str) -> StoredChat | None:
         """Return the chat with the ID `wanted`, or else the newest chat whose title contains `wanted`.
 
         `last` means the newest chat. Returns None if there is no such chat.
         """
-        return await asyncio.to_thread(self.find_now, wanted)
+        return find_chat(self.list(), wanted)
 
-    def find_now(self, wanted: str) -> StoredChat | None:
-        """Return the chat that matches `wanted`, as described in `find`. Blocks until the files are read."""
-        return find_chat(self.list_now(), wanted)
-
-    async def find_unfinished(self) -> StoredChat | None:
-        """Return the newest chat whose last message has no complete reply, or None."""
-        return next((chat for chat in await self.list() if chat.unfinished), None)
-
-    async def load(self, chat_id: str) -> SavedChat:
+    def load(self, chat_id: str) -> SavedChat:
         """Read and return a saved chat."""
-        return await asyncio.to_thread(self.load_now, chat_id)
-
-    def load_now(self, chat_id: str) -> SavedChat:
-        """Read and return a saved chat. Blocks until the file is read."""
         with self._lock:
             return self.store.load(chat_id)
 
-    async def add(self, chats: Iterable[SavedChat]) -> None:
+    def add(self, chats: Iterable[SavedChat]) -> None:
         """Save imported chats under new IDs."""
-        await asyncio.to_thread(self.add_now, chats)
-
-    def add_now(self, chats: Iterable[SavedChat]) -> None:
-        """Save imported chats under new IDs. Blocks until all of them are saved."""
         for chat in chats:
             # Take the lock once per chat, so that replies can be saved during a large import.
             with self._lock:
                 self.store.add(chat)
 
-    async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
+    def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
         """Rename, pin or unpin a saved chat. The chat keeps its place in the list of chats.
 
         Args:
@@ -225,9 +195,6 @@ class Archive:
             title: The new title. None keeps the title.
             pinned: Whether the chat stays at the top of the list. None leaves that unchanged.
         """
-        await asyncio.to_thread(self._change, chat_id, title, pinned)
-
-    def _change(self, chat_id: str, title: str | None, pinned: bool | None) -> None:
         with self._lock:
             if (waiting := self._waiting.get(chat_id)) is not None:
                 # The file lacks the last messages, so save the whole chat.
@@ -247,21 +214,15 @@ class Archive:
             )
             self.store.save_after(changed, saved.updated)
 
-    async def hide(self, chat_id: str) -> None:
+    def hide(self, chat_id: str) -> None:
         """Remove a chat from the list. Its file is kept until `finish_deletion`."""
-        await asyncio.to_thread(self._hide, chat_id)
-
-    def _hide(self, chat_id: str) -> None:
         with self._lock:
             self.store.hide(chat_id)
             self.unsaved.pop(chat_id, None)
             self.hidden[chat_id] = monotonic()
 
-    async def restore(self) -> StoredChat | None:
+    def restore(self) -> StoredChat | None:
         """Put the most recently hidden chat back into the list of chats, and return it."""
-        return await asyncio.to_thread(self._restore)
-
-    def _restore(self) -> StoredChat | None:
         with self._lock:
             if not self.hidden:
                 return None
@@ -273,11 +234,8 @@ class Archive:
                     self._save(*waiting)
             return next((chat for chat in self.store.list() if chat.id == chat_id), None)
 
-    async def finish_deletion(self, chat_id: str) -> None:
+    def finish_deletion(self, chat_id: str) -> None:
         """Delete a chat if it is still hidden, along with cached data that may contain its text."""
-        await asyncio.to_thread(self._finish_deletion, chat_id)
-
-    def _finish_deletion(self, chat_id: str) -> None:
         with self._lock:
             if self.hidden.pop(chat_id, None) is None:
                 return
@@ -302,10 +260,6 @@ class Archive:
         self.hidden.clear()
         if failure is not None:
             raise failure
-
-    async def delete(self, chat_id: str) -> None:
-        """Delete a chat and the cached data of all chats. See `edgespec.api.saved_data.delete_chat`."""
-        await asyncio.to_thread(self._delete, chat_id)
 
     def _delete(self, chat_id: str) -> None:
         # Imported lazily to avoid delaying the first screen.

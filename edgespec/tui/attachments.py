@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.model.image import Image
 
-__all__ = ["Attachment", "AttachmentReader", "saved_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class Attachment:

@@ -27,8 +27,6 @@ from textual_serve.server import Server, to_int
 from edgespec.errors import EdgespecError
 from edgespec.system.files import error_reason
 
-__all__ = ["BrowserChat"]
-
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Maximum size of a chat in columns and rows. Larger sizes would need gigabytes of memory. An 8K display in a
 # small font fits about 800 x 230 characters.

@@ -18,8 +18,8 @@ from edgespec.errors import AttachmentError, OptionError
 from edgespec.tui import saved_chats, screen_commands, selection
 from edgespec.tui.attachments import saved_files
 from edgespec.tui.commands import table
-from edgespec.tui.copying import copy_text
-from edgespec.tui.editor import write_prompt
+from edgespec.tui.desktop import copy_text, edited
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 from edgespec.tui.input_syntax import find_references, missing_files
 from edgespec.tui.screens.help import (
     CHAT_LIST_PART,
@@ -36,8 +36,6 @@ from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import Sidebar
 
-__all__ = ["ChatScreen"]
-
 # Pressing Ctrl+C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
 # Seconds to wait before telling the user that files are still being read.
@@ -53,10 +51,10 @@ class ChatScreen(TurnScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         _key("escape", "back", "stop the reply or cancel editing", MOST_USED),
-        _key("ctrl+r", "regenerate", "generate another reply", MOST_USED),
+        _key("ctrl+r", "command('regen')", "generate another reply", MOST_USED),
         _key("f3", "details", "show speed and memory use", MOST_USED),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", MOST_USED),
-        _key("ctrl+n", "new_chat", "start a new chat", MOST_USED),
+        _key("ctrl+n", "command('new')", "start a new chat", MOST_USED),
         _key("f2,ctrl+b", "chats", "show the saved chats", MOST_USED),
         _key("f6,ctrl+s", "settings", "change the settings", MOST_USED),
         _key("f9", "models", "choose or download a model", MOST_USED),
@@ -66,7 +64,7 @@ class ChatScreen(TurnScreen):
         _key("f7", "thoughts", "show or hide the model's reasoning", OTHER_KEYS),
         _key("f8", "theme", "switch between light and dark", OTHER_KEYS),
         _key("ctrl+p", "edit_last", "edit your last message", OTHER_KEYS),
-        _key("ctrl+y", "copy_reply", "copy the last reply", OTHER_KEYS),
+        _key("ctrl+y", "command('copy')", "copy the last reply", OTHER_KEYS),
         _key(
             "ctrl+o",
             "copy_code",
@@ -74,7 +72,7 @@ class ChatScreen(TurnScreen):
             OTHER_KEYS,
         ),
         _key("ctrl+g", "editor", "write your message in your text editor", OTHER_KEYS),
-        _key("ctrl+l", "clear", "start a new chat with the same settings", OTHER_KEYS),
+        _key("ctrl+l", "command('clear')", "start a new chat with the same settings", OTHER_KEYS),
         _key("ctrl+home", "earlier", "go to the top; press again to load older messages", OTHER_KEYS),
         _key("ctrl+end", "to_end", "go to the end", OTHER_KEYS),
         _key("ctrl+c", "interrupt", "copy the selection, or stop the reply; press twice to quit", OTHER_KEYS),
@@ -193,8 +191,9 @@ class ChatScreen(TurnScreen):
             self._interrupted_at = monotonic()
             self.say("Press Ctrl+C again to quit. The chat is saved.")
 
-    async def action_regenerate(self) -> None:
-        await screen_commands.run_named(self, "regen")
+    async def action_command(self, name: str) -> None:
+        """Run a slash command without an argument."""
+        await screen_commands.run_named(self, name)
 
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
@@ -209,9 +208,6 @@ class ChatScreen(TurnScreen):
         if self.editing is None:
             await self.when_free(edit)
 
-    async def action_copy_reply(self) -> None:
-        await screen_commands.run_named(self, "copy")
-
     async def action_copy_code(self) -> None:
         self.say(await self.code_copier.copy_next(self.app, self.current_chat.last_reply))
 
@@ -220,15 +216,20 @@ class ChatScreen(TurnScreen):
         self.say(await copy_text(self.app, event.code.rstrip("\n"), "code block"))
 
     def action_editor(self) -> None:
-        write_prompt(self)
-
-    async def action_new_chat(self) -> None:
-        """Start a new chat with the system prompt and settings given on the command line."""
-        await screen_commands.run_named(self, "new")
-
-    async def action_clear(self) -> None:
-        """Start a new chat with the same system prompt and settings. The current chat remains saved."""
-        await screen_commands.run_named(self, "clear")
+        """Edit the text of the input in the user's editor. If the editor fails, leave the text unchanged."""
+        try:
+            text = edited(self.app, self.prompt.whole_text).removesuffix("\n")
+        except OptionError as error:
+            self.say(f"{error.what}. {error.next_step}.")
+            return
+        if len(text) > MAX_INPUT_CHARACTERS:
+            self.say(
+                f"The edited text was not used: it has {len(text):,} characters, but the input takes at most"
+                f" {MAX_INPUT_CHARACTERS:,}."
+            )
+        elif text != self.prompt.whole_text:
+            self.prompt.replace_text(text)
+        self.prompt.focus()
 
     @on(Sidebar.Chosen)
     async def _chat_chosen(self, event: Sidebar.Chosen) -> None:
@@ -334,7 +335,7 @@ class ChatScreen(TurnScreen):
 
         `u` is enabled only if `can_undo_all` is True.
         """
-        if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
+        if self.sidebar.has_focus and (action == "edit_last" or parameters == ("regen",)):
             return False
         if action == "undo":
             return self.can_undo_all

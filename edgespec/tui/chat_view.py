@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread
 from edgespec.tui.commands import table
-from edgespec.tui.copying import CodeCopier
+from edgespec.tui.desktop import CodeCopier
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.input_syntax import QUOTES
 from edgespec.tui.open_chat import OpenChat, version_label
@@ -48,8 +49,6 @@ from edgespec.tui.worker import ChatState, ModelThread, PlanModel
 if TYPE_CHECKING:
     from edgespec import MethodReport, Stats
     from edgespec.api.sharing.base import ChatModel
-
-__all__ = ["ChatView"]
 
 _MEMORY_SECONDS = 3.0
 
@@ -144,7 +143,7 @@ class ChatView(Screen[None]):
         self._title = Static(id="title")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
-        self._thread = thread
+        self.model_thread = thread
         self._take_typed = take_typed
         self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
@@ -196,7 +195,7 @@ class ChatView(Screen[None]):
         if "sidebar" not in self._panels:
             return
         try:
-            self.sidebar.show(await self.archive.list(), current=self.current_chat.id)
+            self.sidebar.show(await asyncio.to_thread(self.archive.list), current=self.current_chat.id)
         except ChatFileError as error:
             await self.show_error(error)
 
@@ -213,21 +212,16 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     @property
-    def model_thread(self) -> ModelThread:
-        """The thread that runs the model."""
-        return self._thread
-
-    @property
     def stats(self) -> Stats | None:
         """Statistics of the current or last reply."""
-        stream = self._thread.stream if self.writing else None
+        stream = self.model_thread.stream if self.writing else None
         return self._last_stats if stream is None else stream.stats
 
     @property
     def method(self) -> MethodReport:
         """Drafting method of the current or last reply, or the default method before the first reply."""
         if self.writing:
-            stream = self._thread.stream
+            stream = self.model_thread.stream
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
         # There are no statistics if another model or an earlier run of edgespec generated the last reply.

@@ -13,8 +13,6 @@ from edgespec.tui.numbers import percent, time_left
 if TYPE_CHECKING:
     from edgespec import AvailableModel
 
-__all__ = ["Download", "Downloads"]
-
 # Seconds to wait before estimating the remaining time from the download speed so far.
 _ESTIMATE_AFTER_SECONDS = 3.0
 

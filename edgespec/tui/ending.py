@@ -17,8 +17,6 @@ from edgespec.errors import ChatFileError
 from edgespec.system.waiting import SignalEvent
 from edgespec.tui.open_chat import OpenChat
 
-__all__ = ["ChatEnd", "EndWatch", "is_input_open", "resume_value"]
-
 # Signals that end the chat. Windows has no SIGHUP, the signal for a closed terminal.
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Seconds between checks that the terminal is still open.

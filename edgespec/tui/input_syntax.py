@@ -11,20 +11,6 @@ import shlex
 from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
 
-__all__ = [
-    "QUOTES",
-    "block_text",
-    "dropped_paths",
-    "ending_reference",
-    "ends_block",
-    "find_references",
-    "missing_files",
-    "open_reference",
-    "reference",
-    "unquoted",
-    "without_punctuation",
-]
-
 QUOTES = '"""'
 """Starts and ends a multi-line message."""
 _REFERENCE = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]\S*))')

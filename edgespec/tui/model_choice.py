@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from edgespec.store.download import Progress
     from edgespec.tui.preferences import Preferences
 
-__all__ = [
-    "LoadOptions",
-    "chooses_draft",
-    "kept_options",
-    "lasting",
-    "load_available",
-    "load_chosen",
-    "load_options_of",
-    "models_here",
-    "options_to_open",
-    "plan_kept",
-    "references_after",
-    "saved_options",
-]
-
 # Draft models and heads belong to one model, so only the choice to use none carries over to another model.
 _DRAFTERS = ("draft", "head")
 # The load options that a saved chat keeps. `/set method` adds `methods` if the method is not loaded yet.

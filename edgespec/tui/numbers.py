@@ -6,8 +6,6 @@ from datetime import datetime
 
 from edgespec.system.files import format_rate
 
-__all__ = ["ago", "bar", "count", "parameters_text", "percent", "rate", "seconds_text", "time_left"]
-
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 

@@ -20,8 +20,6 @@ from edgespec.tui.numbers import count
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["FORK_SUFFIX", "ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
-
 FORK_SUFFIX = " (fork)"
 """Appended to the title of a forked chat."""
 
@@ -126,7 +124,8 @@ class OpenChat:
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
         pinned: Whether the chat stays at the top of the list of chats.
         models: References to the models used for the last reply, or chosen since.
-        turn: The message being answered and its reply so far. None if no reply is being generated.
+        turn: The message being answered and its reply so far, which `saved` includes. None if no reply is
+            being generated. `finish_turn` ends it.
         deletion_times: When the messages in `tree.deleted` were deleted, from `time.monotonic`.
     """
 
@@ -235,20 +234,6 @@ class OpenChat:
         messages = count(len(fork.entries), "message")
         return f"This is a new chat with {messages} from “{self.shown_title}”, which is unchanged."
 
-    def begin_turn(self, turn: RunningTurn, models: ModelReferences = NO_MODELS) -> None:
-        """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far.
-
-        Args:
-            turn: The message and its reply.
-            models: References to the models that generate the reply.
-        """
-        self.turn, self.models = turn, models
-
-    def end_turn(self) -> None:
-        if self.turn is not None:
-            self.turn.ended.set()
-            self.turn = None
-
     def finish_turn(self, reply: Reply | None, message: Message | None, *, leaving: bool) -> ChatEntry | None:
         """End the running turn, and add its reply to the chat unless no text was generated.
 
@@ -277,7 +262,8 @@ class OpenChat:
             else:
                 return None
         finally:
-            self.end_turn()
+            turn.ended.set()
+            self.turn = None
         entry = self.entries[-1]
         entry.reply = reply
         return entry

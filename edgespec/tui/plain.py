@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.store import StoredChat
 
-__all__ = ["PlainChat"]
-
 _WAIT_SECONDS = 0.05
 # Maximum number of missing files to list by name.
 _MAX_NAMED_FILES = 5
@@ -149,7 +147,7 @@ class PlainChat:
         """Save the chat, or print why saving failed. Repeated failures are reported only once."""
         chat = self.current_chat
         try:
-            self.archive.save_now(chat, self.runtime.target.name)
+            self.archive.save(chat, self.runtime.target.name)
         except ChatFileError as error:
             if chat.id not in self._reported_unsaved:
                 self._reported_unsaved.add(chat.id)
@@ -162,7 +160,7 @@ class PlainChat:
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
-                self.archive.save_now(chat, self.runtime.target.name, chat.turn)
+                self.archive.save(chat, self.runtime.target.name, chat.turn)
 
     def resume(self, wanted: str, overrides: Mapping[str, Any]) -> None:
         """Open the saved chat with this ID or title; `last` is the newest. Tell the user if there is none.
@@ -172,7 +170,7 @@ class PlainChat:
             overrides: Settings, or the system prompt, that replace those of the chat.
         """
         try:
-            found = self.archive.find_now(wanted)
+            found = self.archive.find(wanted)
             if found is not None:
                 saved = self.open(found)
                 self.current_chat.override(overrides)
@@ -187,17 +185,21 @@ class PlainChat:
             return
         self.console.note(f"{not_found_text(wanted)}. Type /load for the list of chats.")
 
-    def open_new(self, chat: OpenChat) -> None:
-        """Open an empty chat. The current one remains saved."""
+    def open_new(self, chat: OpenChat, note: str) -> None:
+        """Open a new chat. If it has messages, save it and print `note`. The current chat remains saved."""
         self.current_chat = chat
-        self.stats, self.method = None, self.runtime.method
-        self.console.note("This is a new chat.")
+        if chat.entries:
+            self.save()
+            self.console.answer(note)
+        else:
+            self.stats, self.method = None, self.runtime.method
+            self.console.note("This is a new chat.")
 
     def open(self, stored: StoredChat) -> SavedChat:
         """Open a saved chat, print its last reply, and return the saved chat. Raises ChatFileError."""
         # If the last save failed, the file lacks the last messages.
         unsaved = self.archive.unsaved_chat(stored.id)
-        saved = self.archive.load_now(stored.id)
+        saved = self.archive.load(stored.id)
         settings, problems = accepted(saved.sampling)
         self.current_chat = unsaved or OpenChat.opened(saved, settings)
         self.stats = None
@@ -263,7 +265,7 @@ class PlainChat:
         """Generate one reply and return its tool calls."""
         chat = self.current_chat
         self.archive.check_size(chat, turn)
-        chat.begin_turn(turn, self.models)
+        chat.turn, chat.models = turn, self.models
         if turn.sent:
             self.save()
         ask = Ask(chat.system, turn.prompt, {**chat.settings, **self.tools.options}, turn.written)
@@ -286,7 +288,7 @@ class PlainChat:
             self.save()
         elif turn.sent and isinstance(failure, REFUSALS):
             with suppress(ChatFileError):
-                self.archive.withdraw_now(chat, self.runtime.target.name)
+                self.archive.withdraw(chat, self.runtime.target.name)
         if reply is not None:
             self.stats, self.method = reply.stats, reply.method
             if reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:

@@ -43,8 +43,6 @@ from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.texts import in_chat, missing_models_text, rounding_warning, sentences, switched_note
 
-__all__ = ["ACTIONS", "run"]
-
 _Do: TypeAlias = Callable[[PlainChat, str], None]
 
 _WAIT_SECONDS = 0.1
@@ -109,7 +107,7 @@ def _show(chat: PlainChat, result: Result) -> None:
             case Open(chat=StoredChat() as stored):
                 _load_models_of(chat, chat.open(stored))
             case Open(chat=OpenChat() as new):
-                _open_new(chat, new, part.note)
+                chat.open_new(new, part.note)
             case Generate():
                 _generate(chat, part)
             case Load():
@@ -124,22 +122,15 @@ def _show(chat: PlainChat, result: Result) -> None:
                 _ask(chat, part)
             case RunningRace():
                 _await_race(chat, part)
+            case Action() if part.otherwise is not None:
+                _show(chat, part.otherwise())
             case Action():
-                _act(chat, part)
+                ACTIONS[part.name](chat, part.value)
 
 
 def _print(write: Callable[[str], None], text: str) -> None:
     if text:
         write(text)
-
-
-def _open_new(chat: PlainChat, new: OpenChat, note: str) -> None:
-    if not new.entries:
-        chat.open_new(new)
-        return
-    chat.current_chat = new
-    chat.save()
-    chat.console.answer(note)
 
 
 def _generate(chat: PlainChat, generate: Generate) -> None:
@@ -159,7 +150,7 @@ def _ask(chat: PlainChat, question: Question) -> None:
 
 def _await_race(chat: PlainChat, running: RunningRace) -> None:
     chat.console.note(f"Comparing replies without the speed-up and with the method {running.method}.")
-    job, progress = running.race.race, running.race.progress
+    job, progress = running.race, running.progress
     reported = progress.description
     while not wait([job], _WAIT_SECONDS).done:
         if progress.description != reported:
@@ -172,13 +163,6 @@ def _await_race(chat: PlainChat, running: RunningRace) -> None:
         chat.console.note(sentences(error.what))
         return
     chat.console.answer("\n".join([race.chat_headline(), *map(in_chat, race.remarks())]))
-
-
-def _act(chat: PlainChat, action: Action) -> None:
-    if action.otherwise is not None:
-        _show(chat, action.otherwise())
-    else:
-        ACTIONS[action.name](chat, action.value)
 
 
 def _quit(chat: PlainChat) -> None:
@@ -207,12 +191,7 @@ def _use_model(chat: PlainChat, reference: str) -> None:
 
 
 def _download(chat: PlainChat, reference: str) -> None:
-    if _download_model(chat, reference):
-        _use_model(chat, reference)
-
-
-def _download_model(chat: PlainChat, reference: str) -> bool:
-    """Download a model, printing the progress. Return False if the user stopped the download."""
+    """Download a model, printing the progress, and switch to it unless the user stopped the download."""
     chat.console.note(f"Downloading {reference}. Press Ctrl-C to stop.")
     download, reported = Download(reference), 0.0
     chat.console.interrupted.clear()
@@ -225,7 +204,7 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
             chat.console.note(f"Downloaded {percent(reported)}.")
     if download.cancelled.is_set() and download.error is not None:
         chat.console.note(f"The download was stopped. To resume it, type /model {reference}")
-        return False
+        return
     if isinstance(download.error, EdgespecError):
         raise download.error
     if download.error is not None:
@@ -234,7 +213,7 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
             "try again",
             code="internal_error",
         ) from download.error
-    return True
+    _use_model(chat, reference)
 
 
 def _load_models_of(chat: PlainChat, saved: SavedChat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Sequence
@@ -13,10 +14,9 @@ from typing import TextIO
 from edgespec.system.stdio import decode_input
 from edgespec.system.waiting import SignalEvent
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
-from edgespec.tui.textual_guards import without_controls
 
-__all__ = ["PlainConsole", "ReplyPieces", "write"]
-
+# Matches control characters, and characters that change the text direction and can disguise a name.
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 # Pressing Ctrl-C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
 # Maximum delay in seconds before the chat reacts to a signal while waiting for input.
@@ -54,8 +54,8 @@ class ReplyPieces:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write text without control characters, and flush the stream."""
-    stream.write(without_controls(text))
+    """Write text without control characters other than line breaks and tabs, and flush the stream."""
+    stream.write(CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else "", text))
     stream.flush()
 
 

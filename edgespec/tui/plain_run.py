@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.api.sharing.chat_sharing import ChatSharing
 
-__all__ = ["run_plain_chat"]
-
 _QUIT_SECONDS = 5.0
 
 

@@ -12,8 +12,6 @@ from edgespec.chat.saved_chat import ModelReferences
 from edgespec.chat.store import ChatStore
 from edgespec.system.files import read_regular_file, write_private_file
 
-__all__ = ["Preferences", "preferences_path"]
-
 
 def preferences_path(store: ChatStore) -> Path:
     """Return the path of the preferences file, which is next to the folder of saved chats."""

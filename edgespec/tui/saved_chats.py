@@ -17,18 +17,6 @@ from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import missing_models_text, not_found_text, sentences
 from edgespec.tui.turns import TurnScreen
 
-__all__ = [
-    "delete_chat",
-    "offer_unfinished",
-    "open_chat",
-    "open_new",
-    "pin_chat",
-    "rename_chat",
-    "restore_chat",
-    "restore_in_list",
-    "resume",
-]
-
 
 async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
     """Open a new chat once the running reply has stopped. If it has messages, save it and show `note`."""
@@ -65,7 +53,7 @@ async def open_chat(
         # If the last save failed, the file lacks the last messages.
         unsaved = screen.archive.unsaved_chat(chat.id)
         try:
-            saved = await screen.archive.load(chat.id)
+            saved = await asyncio.to_thread(screen.archive.load, chat.id)
         except ChatFileError as error:
             await screen.show_error(error)
             return
@@ -80,7 +68,7 @@ async def open_chat(
             notes.append("The last reply is unfinished. Type /continue to finish it.")
         notes += [sentences("One setting in this chat was ignored", problem) for problem in problems]
         # If the user has chosen another chat meanwhile, this chat's model is not needed.
-        is_switching = switches and not screen.has_more_to_do
+        is_switching = switches and not screen.after_reply
         here = await asyncio.to_thread(models_here, saved.models) if is_switching else None
         if missing := missing_models_text(saved, target, here):
             notes.append(missing)
@@ -115,7 +103,7 @@ async def resume(screen: TurnScreen, wanted: str, overrides: Mapping[str, Any] |
         overrides: Settings, or the system prompt, that replace those of the chat.
     """
     try:
-        found = await screen.archive.find(wanted)
+        found = await asyncio.to_thread(screen.archive.find, wanted)
     except ChatFileError as error:
         await screen.show_error(error)
         return
@@ -129,7 +117,7 @@ async def resume(screen: TurnScreen, wanted: str, overrides: Mapping[str, Any] |
 async def offer_unfinished(screen: TurnScreen) -> None:
     """If the newest saved chat has an unfinished reply, tell the user how to continue it."""
     try:
-        newest = await screen.archive.find("last")
+        newest = await asyncio.to_thread(screen.archive.find, "last")
     except ChatFileError as error:
         await screen.show_error(error)
         return
@@ -165,7 +153,7 @@ async def _change(
         screen.refresh_facts()
         return saved
     try:
-        await screen.archive.change(chat.id, title=title, pinned=pinned)
+        await asyncio.to_thread(screen.archive.change, chat.id, title=title, pinned=pinned)
     except ChatFileError as error:
         await screen.show_error(error)
         return False
@@ -182,7 +170,7 @@ async def delete_chat(screen: TurnScreen, chat: StoredChat) -> None:
 
     async def begin() -> None:
         try:
-            await screen.archive.hide(chat.id)
+            await asyncio.to_thread(screen.archive.hide, chat.id)
         except ChatFileError as error:
             await screen.show_error(error)
             return
@@ -201,7 +189,7 @@ async def delete_chat(screen: TurnScreen, chat: StoredChat) -> None:
 
     async def finish() -> None:
         try:
-            await screen.archive.finish_deletion(chat.id)
+            await asyncio.to_thread(screen.archive.finish_deletion, chat.id)
         except ChatFileError as error:
             await screen.show_error(error)
 
@@ -215,7 +203,7 @@ async def delete_chat(screen: TurnScreen, chat: StoredChat) -> None:
 async def restore_chat(screen: TurnScreen) -> None:
     """Restore and open the most recently deleted chat, if there is one."""
     try:
-        stored = await screen.archive.restore()
+        stored = await asyncio.to_thread(screen.archive.restore)
     except ChatFileError as error:
         await screen.show_error(error)
     else:
@@ -226,7 +214,7 @@ async def restore_chat(screen: TurnScreen) -> None:
 async def restore_in_list(screen: TurnScreen) -> None:
     """Put the most recently deleted chat back into the list, without opening it."""
     try:
-        stored = await screen.archive.restore()
+        stored = await asyncio.to_thread(screen.archive.restore)
     except ChatFileError as error:
         await screen.show_error(error)
         return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from edgespec.chat.store import StoredChat
 from edgespec.errors import EdgespecError, OptionError
@@ -34,23 +34,26 @@ from edgespec.tui.commands.results import (
     all_of,
 )
 from edgespec.tui.commands.setup import check_load_setting, chosen_model, system_change
-from edgespec.tui.copying import copy_text
+from edgespec.tui.desktop import copy_text, show_message
 from edgespec.tui.downloads import Download
-from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import kept_options
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.saved_chats import open_chat, open_new, restore_chat
-from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen, SystemScreen
+from edgespec.tui.screens.dialogs import (
+    ConfirmScreen,
+    PresetScreen,
+    RenameScreen,
+    SettingsScreen,
+    SystemScreen,
+    all_presets,
+)
 from edgespec.tui.screens.models import ModelsScreen
-from edgespec.tui.screens.settings import PresetScreen, SettingsScreen, all_presets
 from edgespec.tui.settings import SCHEMA, check_settings, with_load_setting
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.messages import Pairs, Panel
 
-__all__ = ["ACTIONS", "edit_settings", "edit_system", "pick_model", "run", "run_named"]
-
-_Do: TypeAlias = Callable[[TurnScreen, str], Awaitable[object]]
+_Do: TypeAlias = Callable[[TurnScreen, str], object]
 _DOWNLOAD_TICK_SECONDS = 0.2
 
 
@@ -135,7 +138,9 @@ async def _show(screen: TurnScreen, result: Result) -> None:
             case RunningRace():
                 await _show_race(screen, part)
             case Action():
-                await ACTIONS[part.name](screen, part.value)
+                done = ACTIONS[part.name](screen, part.value)
+                if isinstance(done, Awaitable):
+                    await done
 
 
 async def _show_text(screen: TurnScreen, text: Text) -> None:
@@ -184,7 +189,7 @@ async def _show_race(screen: TurnScreen, running: RunningRace) -> None:
     def closed(_result: None) -> None:
         screen.call_later(screen.use_reloaded_model)
 
-    await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel), closed)
+    await screen.app.push_screen(RaceScreen(running, screen.model_thread.cancel), closed)
 
 
 async def _choose_preset(screen: TurnScreen) -> None:
@@ -314,18 +319,14 @@ async def _delete(screen: TurnScreen) -> None:
     await screen.when_free(begin)
 
 
-async def _read_reply(screen: TurnScreen) -> None:
+def _read_reply(screen: TurnScreen) -> None:
     if (reply := screen.current_chat.last_reply) is not None:
         show_message(screen.app, reply.message)
 
 
-async def _theme(screen: TurnScreen, name: str) -> None:
+def _theme(screen: TurnScreen, name: str) -> None:
     screen.preferences.theme = name
     screen.post_message(screen.PreferencesChanged())
-
-
-async def _switch(screen: TurnScreen, reference: str) -> None:
-    screen.load_model(reference)
 
 
 async def _import(screen: TurnScreen, path: str) -> None:
@@ -333,15 +334,6 @@ async def _import(screen: TurnScreen, path: str) -> None:
     screen.say(f"Importing the chats in {Path(path).name}…")
     hint = "Press F2 for the list of chats."
     await _show(screen, await asyncio.to_thread(import_file, screen.archive, path, hint))
-
-
-async def _show_tools(screen: TurnScreen, _value: str) -> None:
-    screen.tool_use.show_servers()
-
-
-async def _in_background(screen: TurnScreen, work: Coroutine[Any, Any, None]) -> None:
-    """Start work that waits for the user, without blocking key handling."""
-    screen.run_worker(work)
 
 
 ACTIONS: dict[str, _Do] = {
@@ -354,9 +346,10 @@ ACTIONS: dict[str, _Do] = {
     "copy_code": lambda screen, _: screen.run_action("copy_code"),
     "quit": lambda screen, _: screen.run_action("app.quit"),
     "chats": lambda screen, query: screen.show_chats(query),
-    "models": lambda screen, typed: _in_background(screen, pick_model(screen, typed)),
-    "presets": lambda screen, _: _in_background(screen, _choose_preset(screen)),
-    "rename": lambda screen, _: _in_background(screen, _rename(screen)),
+    # What waits for the user or takes long runs in a worker, so that it does not block key handling.
+    "models": lambda screen, typed: screen.run_worker(pick_model(screen, typed)),
+    "presets": lambda screen, _: screen.run_worker(_choose_preset(screen)),
+    "rename": lambda screen, _: screen.run_worker(_rename(screen)),
     "delete": lambda screen, _: _delete(screen),
     "undo": lambda screen, _: selection.undo(screen),
     "restore_chat": lambda screen, _: restore_chat(screen),
@@ -364,11 +357,11 @@ ACTIONS: dict[str, _Do] = {
     "theme": _theme,
     "use_model": _use_model,
     "download": lambda screen, reference: _start_download(screen, Download(reference)),
-    "switch": _switch,
-    "tools": _show_tools,
-    "start_tools": lambda screen, _: _in_background(screen, screen.tool_use.start_servers()),
+    "switch": lambda screen, reference: screen.load_model(reference),
+    "tools": lambda screen, _: screen.tool_use.show_servers(),
+    "start_tools": lambda screen, _: screen.run_worker(screen.tool_use.start_servers()),
     "stop_tools": lambda screen, _: screen.tool_use.stop_servers(),
-    "import": lambda screen, path: _in_background(screen, _import(screen, path)),
+    "import": lambda screen, path: screen.run_worker(_import(screen, path)),
     "list_changed": lambda screen, _: screen.refresh_sidebar(),
 }
 """The full-screen chat's implementations of command actions, keyed by `Action.name`."""

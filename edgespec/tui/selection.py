@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial, wraps
 from typing import TypeAlias
 
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree
 from edgespec.errors import OptionError
-from edgespec.tui.copying import copy_text
-from edgespec.tui.editor import show_message
+from edgespec.tui.desktop import copy_text, show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry
 from edgespec.tui.saved_chats import open_new
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
-
-__all__ = ["ACTIONS", "delete", "finish_edit", "run", "select", "undo"]
 
 _Run: TypeAlias = Callable[[TurnScreen, int], Awaitable[None]]
 
@@ -43,13 +41,20 @@ async def select(screen: TurnScreen, step: int) -> None:
         screen.transcript.show_message(message)
 
 
+def _when_free(action: _Run) -> _Run:
+    """Make an action wait until the running reply has been stopped."""
+
+    @wraps(action)
+    async def run(screen: TurnScreen, place: int) -> None:
+        await screen.when_free(partial(action, screen, place))
+
+    return run
+
+
+@_when_free
 async def edit(screen: TurnScreen, place: int) -> None:
     """Copy a message into the input for editing. Sending the text adds a new version of the message."""
-
-    async def begin() -> None:
-        screen.begin_edit(place)
-
-    await screen.when_free(begin)
+    screen.begin_edit(place)
 
 
 async def finish_edit(screen: TurnScreen, place: int, message: Message) -> None:
@@ -66,24 +71,18 @@ async def finish_edit(screen: TurnScreen, place: int, message: Message) -> None:
     await _show(screen, tree, len(tree.path) - 1)
 
 
+@_when_free
 async def rerun(screen: TurnScreen, place: int) -> None:
     """Generate another version of a reply, or another reply to a user's message."""
-
-    async def begin() -> None:
-        screen.prompt.focus()
-        await screen.take_turn(screen.current_chat.regenerate(place))
-
-    await screen.when_free(begin)
+    screen.prompt.focus()
+    await screen.take_turn(screen.current_chat.regenerate(place))
 
 
+@_when_free
 async def go_on(screen: TurnScreen, place: int) -> None:
     """Continue a reply from where it ended, or reply to a message."""
-
-    async def begin() -> None:
-        screen.prompt.focus()
-        await screen.take_turn(screen.current_chat.continue_reply(place))
-
-    await screen.when_free(begin)
+    screen.prompt.focus()
+    await screen.take_turn(screen.current_chat.continue_reply(place))
 
 
 async def copy(screen: TurnScreen, place: int) -> None:
@@ -113,58 +112,53 @@ async def fork(screen: TurnScreen, place: int) -> None:
     await open_new(screen, new, old.fork_text(new))
 
 
+@_when_free
 async def delete(screen: TurnScreen, place: int) -> None:
     """Delete a message and the messages after it. `undo` restores them."""
-
-    async def begin() -> None:
-        chat = screen.current_chat
-        path = chat.tree.path
-        if place not in path:
-            # The reply was being continued, which has replaced it with another version.
-            return
-        number = len(path) - path.index(place)
-        await _show(screen, chat.tree.without(place), path.index(place))
-        undo_keys = "Type /undo" if screen.prompt.has_focus else "Press u or type /undo"
-        screen.say(f"Deleted {count(number, 'message')}. {undo_keys} to undo.")
-
-    await screen.when_free(begin)
+    chat = screen.current_chat
+    path = chat.tree.path
+    if place not in path:
+        # The reply was being continued, which has replaced it with another version.
+        return
+    number = len(path) - path.index(place)
+    await _show(screen, chat.tree.without(place), path.index(place))
+    undo_keys = "Type /undo" if screen.prompt.has_focus else "Press u or type /undo"
+    screen.say(f"Deleted {count(number, 'message')}. {undo_keys} to undo.")
 
 
-async def undo(screen: TurnScreen, _place: int | None = None) -> None:
+async def undo(screen: TurnScreen) -> None:
     """Restore the most recently deleted messages of this chat."""
-
-    async def begin() -> None:
-        tree = screen.current_chat.tree
-        if not tree.deleted:
-            screen.say("There is nothing to restore.")
-            return
-        tree, place = tree.restored(), tree.deleted[-1]
-        await _show(screen, tree, tree.path.index(place))
-
-    await screen.when_free(begin)
+    await screen.when_free(partial(_undo, screen))
 
 
+async def _undo(screen: TurnScreen) -> None:
+    tree = screen.current_chat.tree
+    if not tree.deleted:
+        screen.say("There is nothing to restore.")
+        return
+    tree, place = tree.restored(), tree.deleted[-1]
+    await _show(screen, tree, tree.path.index(place))
+
+
+@_when_free
 async def _older_version(screen: TurnScreen, place: int) -> None:
     await _switch(screen, place, -1)
 
 
+@_when_free
 async def _newer_version(screen: TurnScreen, place: int) -> None:
     await _switch(screen, place, 1)
 
 
 async def _switch(screen: TurnScreen, place: int, step: int) -> None:
     """Show another version of a message, and the messages that follow that version."""
-
-    async def begin() -> None:
-        tree = screen.current_chat.tree
-        if place not in tree.path:
-            return
-        versions = tree.versions(place)
-        number = versions.index(place) + step
-        if 0 <= number < len(versions):
-            await _show(screen, tree.opened(versions[number]), tree.path.index(place))
-
-    await screen.when_free(begin)
+    tree = screen.current_chat.tree
+    if place not in tree.path:
+        return
+    versions = tree.versions(place)
+    number = versions.index(place) + step
+    if 0 <= number < len(versions):
+        await _show(screen, tree.opened(versions[number]), tree.path.index(place))
 
 
 async def _show(screen: TurnScreen, tree: MessageTree[ChatEntry], index: int) -> None:
@@ -193,7 +187,7 @@ ACTIONS: dict[str, _Run] = {
     "fork": fork,
     "copy_code": copy_code,
     "open_in_editor": open_in_editor,
-    "undo": undo,
+    "undo": lambda screen, _: undo(screen),
     "older_version": _older_version,
     "newer_version": _newer_version,
 }

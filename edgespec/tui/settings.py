@@ -19,27 +19,6 @@ from edgespec.system.spelling import FOREIGN_NAMES, nearest
 if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = [
-    "ALL_LOAD_SETTINGS",
-    "LOAD_SETTINGS",
-    "SCHEMA",
-    "SETTINGS",
-    "Description",
-    "accepted",
-    "check_settings",
-    "default_sampling",
-    "default_source",
-    "default_text",
-    "load_setting_named",
-    "load_setting_text",
-    "parse",
-    "read_schema",
-    "remove_unsupported_method",
-    "setting_named",
-    "shown",
-    "with_load_setting",
-]
-
 
 class Description(NamedTuple):
     """A setting's label and hint in the settings form."""

@@ -32,38 +32,6 @@ if TYPE_CHECKING:
     from edgespec.tui.model_choice import LoadOptions
     from edgespec.tui.open_chat import OpenChat
 
-__all__ = [
-    "ROUGH_GAIN",
-    "drafter_names",
-    "drafting_explanation",
-    "error_text",
-    "exactness_for",
-    "exactness_sentence",
-    "factor_text",
-    "facts_line",
-    "is_too_short",
-    "labelled_drafters",
-    "limits_speed",
-    "loaded_value",
-    "memory_rows",
-    "missing_files_text",
-    "missing_models_text",
-    "not_found_text",
-    "notices",
-    "reason_text",
-    "rounding_warning",
-    "sentences",
-    "sharing_note",
-    "show_rows",
-    "speed_up_short",
-    "speed_up_text",
-    "switched_note",
-    "takeover_note",
-    "welcome_line",
-    "why_no_speed_up",
-    "worst_case",
-]
-
 # Models that a first chat can open with, each with a remark and the kind of model to suggest in its place.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {

@@ -1,41 +1,54 @@
 """Guard the chat against problems that Textual, its UI library, does not prevent.
 
-Invalid environment variables are reported, keys are delivered in the order in which they were typed, and
-control characters in model output and chat files do not reach the terminal.
+- Invalid environment variables are reported.
+- Keys are delivered in the order in which they were typed.
+- Control characters in model output and chat files do not reach the terminal.
+- Invalid bytes from the terminal do not end the chat, and pasted text never acts as key presses. Textual
+  decodes the terminal's bytes strictly, so a single byte in another encoding, such as a pasted Latin-1
+  character, would end the app. It also treats control characters in pasted text as keys.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import pkgutil
 import re
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import COLOR_SYSTEMS
 from rich.segment import Segment
 from textual import constants
+from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.color import Color
+from textual.driver import Driver
 from textual.filter import LineFilter
 
 from edgespec.errors import ConfigurationError
 from edgespec.system.files import error_reason
+from edgespec.tui.plain_console import CONTROLS
 
 if TYPE_CHECKING:
     from textual import events
     from textual.app import App
     from textual.dom import DOMNode
-
-__all__ = ["KeyOrder", "NoControls", "check_textual_variables", "without_controls"]
+    from textual.message import Message
 
 # Maximum frame rate. At higher rates, the chat constantly redraws and does not respond to input.
 _MAX_FRAMES_PER_SECOND = 1000
 # Maximum time in seconds that a key waits for the previous one, so that Esc works while a widget is busy.
 _MAX_WAIT_SECONDS = 1.0
-# Matches control characters, and characters that change the text direction and can disguise a name.
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# Matches escape sequences, such as those for colours and titles, and all control characters except tabs and
+# line breaks.
+_SEQUENCES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
+_LINE_BREAK = re.compile(r"\r\n?")
 
 
 def check_textual_variables() -> None:
@@ -80,9 +93,6 @@ def check_textual_variables() -> None:
 
 
 def _is_driver(name: str) -> bool:
-    # Imported lazily, because the plain chat needs only `without_controls`.
-    from textual.driver import Driver
-
     if ":" not in name:
         return False
     try:
@@ -166,16 +176,88 @@ class KeyOrder:
             self._handled_now = None
 
 
-def without_controls(text: str) -> str:
-    """Return the text without control characters other than line breaks and tabs."""
-    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else "", text)
-
-
 class NoControls(LineFilter):
     """Removes control characters from each line before it is drawn."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
         return [
-            segment if segment.control else Segment(_CONTROLS.sub("", segment.text), segment.style)
+            segment if segment.control else Segment(CONTROLS.sub("", segment.text), segment.style)
             for segment in segments
         ]
+
+
+def guard_input(driver: type[Driver]) -> None:
+    """Make a driver decode invalid bytes as U+FFFD, and parse its input with `InputParser`.
+
+    Textual has no option for either, so this replaces two names in the driver's module.
+    """
+    module = sys.modules[driver.__module__]
+    for name, guarded in (("XTermParser", InputParser), ("getincrementaldecoder", _lenient_decoder)):
+        if hasattr(module, name):
+            setattr(module, name, guarded)
+
+
+def _lenient_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+    """Return a decoder factory that replaces invalid bytes. Stands in for `codecs.getincrementaldecoder`."""
+    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
+
+
+def pasted_text(text: str) -> str:
+    """Return pasted text with `\\n` as line break, and without escape sequences or control characters."""
+    return _SEQUENCES.sub("", _LINE_BREAK.sub("\n", text))
+
+
+class InputParser(XTermParser):
+    """Passes pasted text to Textual's parser only once it is complete, and without control characters.
+
+    Otherwise, an escape character within the text would end the paste, and the rest would be treated as key
+    presses. A line break, for example, would send the message.
+    """
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._pasted: list[str] | None = None
+        # The last characters received, kept because a marker can be split across two reads.
+        self._tail = ""
+        self._found = False
+        self._is_first = True
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """Parse data from the terminal. An empty string ends the input."""
+        if not data:
+            yield from super().feed(data)
+            return
+        if self._is_first:
+            # Until Textual takes over, the terminal itself turns Enter into a line feed.
+            self._is_first = False
+            keys, start, pasted = data.partition(BRACKETED_PASTE_START)
+            data = keys.replace("\n", "\r") + start + pasted
+        while data:
+            if self._pasted is None:
+                passed, data = self._split(data, BRACKETED_PASTE_START)
+                if passed:
+                    yield from super().feed(passed)
+                if self._found:
+                    self._pasted = []
+            else:
+                text, data = self._split(data, BRACKETED_PASTE_END)
+                self._pasted.append(text)
+                if self._found:
+                    whole, self._pasted = "".join(self._pasted), None
+                    text = pasted_text(whole.removesuffix(BRACKETED_PASTE_END))
+                    yield from super().feed(text + BRACKETED_PASTE_END)
+
+    def _split(self, data: str, marker: str) -> tuple[str, str]:
+        """Split data after a marker, whose beginning may have arrived in earlier data.
+
+        Sets `_found` to whether the whole marker was found.
+        """
+        before = len(self._tail)
+        end = (self._tail + data).find(marker)
+        self._found = end >= 0
+        if not self._found:
+            self._tail = (self._tail + data)[1 - len(marker) :]
+            return data, ""
+        self._tail = ""
+        position = end + len(marker) - before
+        return data[:position], data[position:]

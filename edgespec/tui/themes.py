@@ -17,8 +17,6 @@ from edgespec.options.settings_file import error_at, read_text
 from edgespec.system.files import config_folder
 from edgespec.system.spelling import nearest
 
-__all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES", "find_theme", "theme_names", "themes_folder"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
 _TEXT_STYLE = "block-cursor-text-style"
 _COLOURS = (

@@ -19,23 +19,6 @@ from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 from edgespec.tui.texts import sentences
 
-__all__ = [
-    "INTERRUPTED",
-    "MAX_ROUNDS",
-    "REFUSED",
-    "STOPPED",
-    "TOO_MANY",
-    "AllowedCall",
-    "CallDecision",
-    "ToolAccess",
-    "add_result",
-    "call_rounds",
-    "no_servers_text",
-    "readable_arguments",
-    "server_state",
-    "unanswered_calls",
-]
-
 CallDecision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
 """The user's decision on whether the model may call a tool."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from edgespec import Reply
     from edgespec.api.sharing.base import ChatModel
 
-__all__ = ["TurnScreen"]
-
 _TICK_SECONDS = 1 / 25
 # Number of screen updates per update of the details panel. Updating it less often keeps its numbers readable.
 _TICKS_PER_DETAILS = 5
@@ -50,7 +48,8 @@ class TurnScreen(ChatView):
     _reply: ReplyMessage | None = None
     _unsent = ""
     _stopped = False
-    _leaving = False
+    # Whether the program is ending.
+    is_leaving = False
     _said_while_writing = False
     _failure_shown = False
     _ticks = 0
@@ -62,8 +61,8 @@ class TurnScreen(ChatView):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Actions to run once the running reply has stopped, in order.
-        self._after_reply: list[Callable[[], Awaitable[None]]] = []
+        # Actions that wait for the end of the running reply, in order.
+        self.after_reply: list[Callable[[], Awaitable[None]]] = []
         # Messages that are sent once their files have been read.
         self.texts_being_read: list[str] = []
         # The timers after which deleted chats are permanently removed, keyed by chat ID.
@@ -72,7 +71,7 @@ class TurnScreen(ChatView):
 
     def on_mount(self) -> None:
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
-        self._start(self._thread.open_chat(self.current_chat.system, ()))
+        self._start(self.model_thread.open_chat(self.current_chat.system, ()))
 
     async def show_chat(self, chat: OpenChat) -> None:
         """Show `chat` instead of the current chat."""
@@ -113,7 +112,7 @@ class TurnScreen(ChatView):
 
         See `ModelChosen` for the arguments.
         """
-        if self._leaving:
+        if self.is_leaving:
             return
         self.holds_waiting = True
         self.post_message(self.ModelChosen(reference, changed, is_other or changed is None, note))
@@ -133,7 +132,7 @@ class TurnScreen(ChatView):
     def open_in_model(self, chat: OpenChat) -> None:
         """Count the chat's tokens in the model thread. This is slow, so call it after the chat is drawn."""
         if chat is self.current_chat and not self.writing:
-            self._start(self._thread.open_chat(chat.system, chat.messages))
+            self._start(self.model_thread.open_chat(chat.system, chat.messages))
 
     async def save(self, *, show_again: bool = False) -> bool:
         """Save the chat and refresh the list of chats. On failure, show the error and return False.
@@ -144,7 +143,7 @@ class TurnScreen(ChatView):
         if show_again:
             self._failure_shown = False
         with suppress(ChatFileError):
-            await self.archive.save(self.current_chat, self.runtime.target.name)
+            await asyncio.to_thread(self.archive.save, self.current_chat, self.runtime.target.name)
         if not await self._report_save():
             return False
         await self.refresh_sidebar()
@@ -155,7 +154,7 @@ class TurnScreen(ChatView):
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
-                self.archive.save_now(chat, self.runtime.target.name, chat.turn)
+                self.archive.save(chat, self.runtime.target.name, chat.turn)
 
     async def _report_save(self) -> bool:
         """If the chat could not be saved, show the error once. Return whether saving succeeded."""
@@ -177,19 +176,9 @@ class TurnScreen(ChatView):
     def idle(self) -> bool:
         return self._job is None and not self.calling_tools
 
-    @property
-    def has_more_to_do(self) -> bool:
-        """Whether more actions wait for the end of the reply."""
-        return bool(self._after_reply)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the program is ending."""
-        return self._leaving
-
     def begin_leaving(self) -> None:
         """Prepare to quit: save stopped replies as unfinished. Can be called from any thread."""
-        self._leaving = self.holds_waiting = True
+        self.is_leaving = self.holds_waiting = True
 
     def say_while_writing(self, text: str) -> None:
         """Show a short message that disappears when the reply ends, or after a few seconds."""
@@ -198,22 +187,22 @@ class TurnScreen(ChatView):
 
     def stop_reply(self) -> None:
         self._stopped = True
-        self._thread.cancel()
+        self.model_thread.cancel()
         self.tool_use.stop()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
         """Run `action` now, or once the running reply has been stopped."""
         if self.writing:
-            self._after_reply.append(action)
+            self.after_reply.append(action)
             self.stop_reply()
         else:
             await action()
 
     async def _act_after_reply(self) -> None:
         """Run the waiting actions after a reply. If one starts a reply and others remain, stop it too."""
-        while self._after_reply and not self.writing:
-            await self._after_reply.pop(0)()
-        if self._after_reply:
+        while self.after_reply and not self.writing:
+            await self.after_reply.pop(0)()
+        if self.after_reply:
             self.stop_reply()
 
     async def finish(self, timeout_seconds: float) -> None:
@@ -222,7 +211,7 @@ class TurnScreen(ChatView):
         if self.writing or self.archive.unsaved:
             # Save the text generated so far, in case stopping the reply takes too long.
             with suppress(ChatFileError):
-                await self.archive.save(self.current_chat, self.runtime.target.name)
+                await asyncio.to_thread(self.archive.save, self.current_chat, self.runtime.target.name)
         self.stop_reply()
         deadline = monotonic() + timeout_seconds
         while not self.idle and monotonic() < deadline:
@@ -235,24 +224,24 @@ class TurnScreen(ChatView):
         instead. If the user has typed something there meanwhile, the message waits.
         """
         transcript, chat = self.transcript, self.current_chat
-        if self.holds_waiting:
+        is_refused = self.holds_waiting
+        if not is_refused:
+            try:
+                self.archive.check_size(chat, turn)
+            except OptionError as error:
+                await transcript.note(sentences(error.what, error.next_step))
+                is_refused = True
+        if is_refused:
             # No chat contains this message yet.
             if not self._give_back_text(turn) and turn.sent and turn.edited is None:
                 self.waiting.add(turn.sent)
             return
-        try:
-            self.archive.check_size(chat, turn)
-        except OptionError as error:
-            await transcript.note(sentences(error.what, error.next_step))
-            if not self._give_back_text(turn) and turn.sent and turn.edited is None:
-                self.waiting.add(turn.sent)
-            return
-        chat.begin_turn(turn, self.models)
+        chat.turn, chat.models = turn, self.models
         self._stopped = self._failure_shown = False
         self.speeds = SpeedHistory()
         if turn.sent:
             with suppress(ChatFileError):
-                await self.archive.save(chat, self.runtime.target.name)
+                await asyncio.to_thread(self.archive.save, chat, self.runtime.target.name)
         await transcript.remove_notes()
         await transcript.keep(len(turn.prompt) - bool(turn.sent))
         if turn.sent:
@@ -261,9 +250,9 @@ class TurnScreen(ChatView):
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
         options = {**chat.settings, **self.tool_use.options}
-        self._start(self._thread.ask(Ask(chat.system, turn.prompt, options, turn.written)))
+        self._start(self.model_thread.ask(Ask(chat.system, turn.prompt, options, turn.written)))
         if self._stopped:
-            self._thread.cancel()
+            self.model_thread.cancel()
         if self.tool_use.is_starting:
             self.say("Some tools are still starting. The model cannot call them in this reply.")
         self.archive.save_while_written(chat, self.runtime.target.name)
@@ -302,12 +291,12 @@ class TurnScreen(ChatView):
             self._tick_timer.pause()
 
     async def _write_chunks(self, reply: ReplyMessage) -> None:
-        queue = self._thread.chunks
+        queue = self.model_thread.chunks
         if chunks := [queue.get_nowait() for _ in range(queue.qsize())]:
             self.speeds.add(sum(chunk.token_count for chunk in chunks))
             await reply.write(chunks)
         else:
-            reply.show_preparing(*self._thread.preparing)
+            reply.show_preparing(*self.model_thread.preparing)
 
     async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> bool:
         """Show the result of a job in the model thread. Return whether it failed."""
@@ -329,7 +318,7 @@ class TurnScreen(ChatView):
 
     async def use_reloaded_model(self) -> None:
         """Use the reloaded model if a worker or the program that shared the model was lost."""
-        if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
+        if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
             note, self.runtime = takeover_note(self.runtime), runtime
             self.chips.use_runtime(runtime)
             if note:
@@ -341,41 +330,37 @@ class TurnScreen(ChatView):
         chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
         message = state.messages[-1] if state is not None else None
-        entry = chat.finish_turn(ended, message, leaving=self._leaving)
+        entry = chat.finish_turn(ended, message, leaving=self.is_leaving)
         if entry is None:
             # No new text was generated, so show the previous conversation again.
-            await reply.finish(reply.text, reply.reasoning, None)
-            if not self._leaving:  # Otherwise, the message stays in the saved chat.
+            if not self.is_leaving:  # Otherwise, the message stays in the saved chat.
                 self._give_back_text(turn)
             await transcript.show_chat(chat, welcome=self._welcome())
-            if (turn.edited is not None or not turn.sent) and not self._leaving:
+            if (turn.edited is not None or not turn.sent) and not self.is_leaving:
                 await self.save()
             elif isinstance(failure, REFUSALS):
                 with suppress(ChatFileError):
-                    await self.archive.withdraw(chat, self.runtime.target.name)
+                    await asyncio.to_thread(self.archive.withdraw, chat, self.runtime.target.name)
                 await self.refresh_sidebar()
             return
         if ended is not None:
             self._last_stats = ended.stats
         transcript.follow()
-        versions = version_label(chat.tree, chat.tree.path[-1])
-        await reply.finish(
-            entry.content, entry.reasoning, ended, versions, ended_early=entry.message.ended_early
-        )
+        await reply.finish(entry, version_label(chat.tree, chat.tree.path[-1]))
         entry.chunks = tuple(reply.chunks)
         entry.thought_seconds = reply.thoughts.seconds
         if ended is not None:
             await transcript.prune()
             await self._report_ending(ended, turn)
         await self.save()
-        is_free = not (self._after_reply or self._leaving or self.holds_waiting)
+        is_free = not (self.after_reply or self.is_leaving or self.holds_waiting)
         if ended is not None and entry.message.tool_calls and is_free:
             self.tool_use.begin(entry.message.tool_calls)
 
     async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
         """Tell the user if a reply was already complete, was slowed down, or can be continued."""
         if ended.finish_reason == "cancelled":
-            if not self._leaving and not self._after_reply:
+            if not self.is_leaving and not self.after_reply:
                 self.say("Stopped. Type /continue to finish the reply.")
         elif turn.continued is not None and not ended.text:
             self.say("The reply was already complete.")
@@ -387,9 +372,9 @@ class TurnScreen(ChatView):
 
     async def _after_calls(self, is_stopped: bool) -> None:
         """Let the model continue after its tool calls, unless the user stopped them."""
-        if self._after_reply:
+        if self.after_reply:
             await self._act_after_reply()
-        elif not (is_stopped or self._leaving or self.holds_waiting):
+        elif not (is_stopped or self.is_leaving or self.holds_waiting):
             place = self.current_chat.last_place("tool")
             assert place is not None
             await self.take_turn(self.current_chat.continue_reply(place))

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.chat_sharing import ChatSharing
     from edgespec.store.download import Progress
 
-__all__ = [
-    "Ask",
-    "ChatState",
-    "Load",
-    "LoadOther",
-    "ModelThread",
-    "PlanModel",
-    "Switched",
-    "load_named",
-    "plan_named",
-]
-
 Load = Callable[["Progress"], "ChatModel"]
 # Takes a reference to a model. Optional arguments are the load options that the user has changed in the chat
 # (None when switching to another model), and those that carry over to another model.
@@ -110,6 +98,7 @@ class ModelThread:
         sharing: Shares the model with other programs, or None to share nothing.
 
     Attributes:
+        runtime: The loaded model, or None if none is loaded. Changes when the model is reloaded.
         chunks: Text of the running reply.
         stream: The running reply, or None.
         loading: Description of the current loading step, and the completed fraction.
@@ -127,15 +116,10 @@ class ModelThread:
         self._closing = threading.Event()
         self._load_cancelled = SignalEvent()
         self._cancelled = SignalEvent()
-        self._runtime: ChatModel | None = None
+        self.runtime: ChatModel | None = None
         # Whether the model has lost a worker. If so, the next job reloads the model.
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
-
-    @property
-    def runtime(self) -> ChatModel | None:
-        """The loaded model, or None if none is loaded. Changes when the model is reloaded."""
-        return self._runtime
 
     def start(self) -> Future[ChatModel]:
         """Start the model thread and load the model in it."""
@@ -227,8 +211,8 @@ class ModelThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-        if self._runtime is not None:
-            self._close(self._runtime)
+        if self.runtime is not None:
+            self._close(self.runtime)
 
     def _close(self, runtime: ChatModel) -> None:
         if self._sharing is not None:
@@ -258,14 +242,14 @@ class ModelThread:
         if is_cancelled():
             self._close(runtime)
             raise CancelledError("loading the model was cancelled")
-        self._runtime, self._load, self._is_lost = runtime, load, False
+        self.runtime, self._load, self._is_lost = runtime, load, False
         return runtime
 
     def _switch(self, load: Load) -> Switched:
         # Unload the old model first, because both models together could exceed the memory budget.
-        assert self._runtime is not None
-        self._close(self._runtime)
-        self._runtime = None
+        assert self.runtime is not None
+        self._close(self.runtime)
+        self.runtime = None
         try:
             return Switched(self._load_model(load))
         except Exception as error:
@@ -275,12 +259,12 @@ class ModelThread:
     def _loaded(
         self, *, can_cancel: bool = True, report: Callable[[str, float], None] = _ignore
     ) -> ChatModel:
-        assert self._runtime is not None
-        if self._is_lost or (self._sharing is not None and self._sharing.is_lost(self._runtime)):
+        assert self.runtime is not None
+        if self._is_lost or (self._sharing is not None and self._sharing.is_lost(self.runtime)):
             # Release the remaining workers, so that the model can be reloaded on them.
-            self._close(self._runtime)
+            self._close(self.runtime)
             self._load_model(self._load, can_cancel=can_cancel, report=report)
-        return self._runtime
+        return self.runtime
 
     def _turn(self, ask: Ask) -> ChatState:
         def progress(description: str, fraction: float) -> bool:

@@ -1,4 +1,4 @@
-"""A driver for tests of the chat: it types, waits until the app is idle, and reads the screen."""
+"""A driver for tests of the chat: it types, waits until the app is idle, and reads and compares the screen."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
 from textual import events
 from textual.content import Content
 from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
-
-from edgespec.api.sharing.chat_sharing import ChatSharing
-from edgespec.chat.saved_chat import ModelReferences, Setting
+from datetime import UTC, datetime
+from edgespec.chat.message import Message
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
-from edgespec.tui.worker import Load, LoadOther, load_named
+from edgespec.tui.worker import Load
+import os
+import re
 
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 # A question for the demo model, and settings with which its reply is always the same.
 ASK = "How do I list files by size?"
 STEADY: Mapping[str, Setting] = {
@@ -139,27 +141,12 @@ async def driving(
     folder: Path,
     *,
     size: tuple[int, int] = (80, 24),
-    system: str | None = None,
-    settings: Mapping[str, Setting] | None = None,
-    resume: str | None = None,
-    light: bool | None = None,
-    load_other: LoadOther = load_named,
-    sharing: ChatSharing | None = None,
     wait: bool = True,
     **options: Any,
 ) -> AsyncIterator[Driver]:
     """Run the app without a terminal. `options` are additional arguments of `ChatApp`."""
     app = ChatApp(
-        load,
-        load_other=load_other,
-        models=ModelReferences("demo"),
-        system=system,
-        settings=settings,
-        resume=resume,
-        store=ChatStore(folder / "chats"),
-        light=light,
-        sharing=sharing,
-        **options,
+        load, models=ModelReferences("demo"), store=ChatStore(folder / "chats"), **options
     )
     async with app.run_test(size=size, notifications=True) as pilot:
         driver = Driver(app, pilot)
@@ -168,3 +155,43 @@ async def driving(
         yield driver
     app.model_thread.close()
     assert app.model_thread.join(60)
+
+
+def save_chat(folder: Path, *messages: Message, chat_id: str = "one", **options: Any) -> ChatStore:
+    """Save a chat with these messages, and return the store. `options` are further fields of `SavedChat`."""
+    store = ChatStore(folder / "chats")
+    store.save(SavedChat(chat_id, MessageTree.linear(messages), NOON, NOON, **options))
+    return store
+
+
+KEPT = Path(__file__).parent / "snapshots"
+
+
+async def check_screen(d: Driver, name: str) -> None:
+    """Compare the screen with `snapshots/NAME-WIDTHxHEIGHT.txt`. The colours must not change its text."""
+    columns, rows = d.app.size
+    text = await _text(d)
+    assert all(len(line) <= columns for line in text.splitlines())
+    path = KEPT / f"{name}-{columns}x{rows}.txt"
+    if os.environ.get("EDGESPEC_UPDATE_SNAPSHOTS"):
+        path.write_text(text, "utf-8")
+    assert text == path.read_text("utf-8")
+    dark = _save_picture(d, path.stem)
+    d.chat.preferences.theme = "light"
+    d.chat.post_message(d.chat.PreferencesChanged())
+    assert await _text(d) == text
+    assert _save_picture(d, f"{path.stem}-light") != dark
+
+
+async def _text(d: Driver) -> str:
+    await d.pilot.pause(0.3)
+    lines = (re.sub(f"[{_SCROLLBAR}]", " ", line).rstrip() for line in d.screen_text())
+    return "\n".join(lines) + "\n"
+
+
+def _save_picture(d: Driver, name: str) -> str:
+    """Return a picture of the screen. Also save it if EDGESPEC_PICTURES names a folder."""
+    picture = d.app.export_screenshot()
+    if folder := os.environ.get("EDGESPEC_PICTURES"):
+        Path(folder, f"{name}.svg").write_text(picture, "utf-8")
+    return picture

@@ -186,24 +186,10 @@ class ScriptedChat:
         self.dropped_messages = 0
         self._runtime = runtime
 
-    def stream(self, text: str, **options: Any) -> ScriptedStream:
-        return self._answer([*self.messages, Message("user", text)], options)
-
-    def regenerate(self, **options: Any) -> ScriptedStream:
-        return self._answer(self.messages[: self._last_user() + 1], options)
-
-    def edit_last(self, text: str, **options: Any) -> ScriptedStream:
-        return self._answer([*self.messages[: self._last_user()], Message("user", text)], options)
-
     def continue_reply(self, **options: Any) -> ScriptedStream:
-        messages = self.messages[: self._last_user() + 1]
+        last_user = max(place for place, message in enumerate(self.messages) if message.role == "user")
+        messages = self.messages[: last_user + 1]
         start = "".join(message.text for message in self.messages[len(messages) :])
-        return self._answer(messages, options, start)
-
-    def _last_user(self) -> int:
-        return max(place for place, message in enumerate(self.messages) if message.role == "user")
-
-    def _answer(self, messages: list[Message], options: dict[str, Any], start: str = "") -> ScriptedStream:
         self._runtime.asked.append((self.system, messages[-1].content, options))
         before = self.messages
         script = self._runtime.scripts.pop(0) if self._runtime.scripts else Script()

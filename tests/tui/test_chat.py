@@ -118,26 +118,6 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
         assert d.chat.prompt.text == ""
 
 
-@pytest.mark.long
-async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) -> None:
-    async with driving(demo, tmp_path, size=(120, 40), settings=STEADY) as d:
-        await d.press("f3")
-        await d.sees("The numbers appear")
-        await d.say(ASK)
-        text = "\n".join(d.screen_text())
-        for word in (
-            "Speed",
-            "Guesses accepted",
-            "Tokens at a time",
-            "read prompt",
-            "guess ",
-            "check ",
-            "undo",
-            "other",
-        ):
-            assert word in text
-        assert "draft model +" in text
-
 
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
@@ -154,13 +134,6 @@ async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None
         assert shown == [True, False]
         assert "guessed correctly" not in d.transcript()
 
-
-@pytest.mark.long
-async def test_colours_can_be_on_while_a_reply_is_written(demo: Load, tmp_path: Path) -> None:
-    async with driving(demo, tmp_path, settings=STEADY) as d:
-        await d.press("ctrl+t")
-        await d.say(ASK)
-        assert code_blocks(d.chat.current_chat.entries[-1].content)[-1].strip() in d.transcript()
 
 
 async def test_new_and_clear_leave_the_old_chat_in_the_list(demo: Load, tmp_path: Path) -> None:
@@ -208,17 +181,6 @@ async def test_long_chat_drops_old_messages_and_shows_it(demo: Load, tmp_path: P
         line = next(place for place, widget in enumerate(column) if widget.has_class("unseen"))
         assert len([w for w in column[:line] if isinstance(w, UserMessage | ReplyMessage)]) == 6
 
-
-@pytest.mark.long
-async def test_message_too_long_for_the_context_stays_in_the_input(demo: Load, tmp_path: Path) -> None:
-    async with driving(demo, tmp_path, settings=STEADY) as d:
-        long = "word " * 5000
-        await d.say(long)
-        assert "context" in d.transcript()
-        assert d.chat.prompt.text == long.strip()
-        d.chat.prompt.clear()
-        await d.say(ASK)
-        assert len(d.chat.current_chat.entries) == 2
 
 
 async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load, tmp_path: Path) -> None:

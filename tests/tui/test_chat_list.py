@@ -139,11 +139,11 @@ async def test_the_search_command_filters_the_list(tmp_path: Path) -> None:
         assert len(titles(d)) == 2
 
 
-async def test_a_chat_renamed_here_is_not_overwritten_by_another_program(tmp_path: Path) -> None:
+def test_a_chat_renamed_here_is_not_overwritten_by_another_program(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     chat = SavedChat("one", MessageTree.linear([Message("user", "Q")]), NOON, NOON)
     store.save(chat)
-    await Archive(store).change("one", title="New name")
+    Archive(store).change("one", title="New name")
     saved = store.save_after(chat, NOON)
     assert saved.id != "one"
     assert store.load("one").title == "New name"
@@ -184,7 +184,7 @@ async def test_choosing_the_open_chat_does_not_stop_its_reply(tmp_path: Path) ->
 async def test_the_open_chat_is_read_again_if_another_program_changed_it(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first")
-        await Archive(ChatStore(tmp_path / "chats")).change(d.chat.current_chat.id, title="Another title")
+        Archive(ChatStore(tmp_path / "chats")).change(d.chat.current_chat.id, title="Another title")
         await d.say("/load Another")
         assert d.chat.current_chat.title == "Another title"
 
@@ -283,23 +283,23 @@ async def test_a_deleted_chat_that_another_program_continues_is_not_lost(
             assert [chat.title for chat in ChatStore(tmp_path / "chats").list()] == titles
             assert "second" in "".join(path.read_text("utf-8") for path in one.saved())
             (chat_id,) = {path.stem for path in one.saved()} - {one.chat.current_chat.id}
-            await one.chat.archive.hide(chat_id)
+            one.chat.archive.hide(chat_id)
             await other.say("third")
-            await one.chat.archive.finish_deletion(chat_id)
+            one.chat.archive.finish_deletion(chat_id)
             assert "third" in other.app.store._path(chat_id).read_text("utf-8")
     assert not list(one.app.store.folder.glob(".*.deleted"))
 
 
-async def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
+def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     store.save(SavedChat("one", MessageTree.linear([Message("user", "Q")]), NOON, NOON))
     archive = Archive(store)
-    await archive.hide("one")
+    archive.hide("one")
     (tmp_path / ".one.deleted").rename(tmp_path / "away")
     with raises(ChatFileError, "restore", code="file_not_written"):
-        await archive.restore()
+        archive.restore()
     (tmp_path / "away").rename(tmp_path / ".one.deleted")
-    restored = await archive.restore()
+    restored = archive.restore()
     assert restored is not None
     assert restored.title == "Q"
 

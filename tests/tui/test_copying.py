@@ -15,7 +15,7 @@ THREE = "First:\n\n```sh\nls -l\n```\n\nThen:\n\n```py\nprint(1)\nprint(2)\n```\
 
 @pytest.fixture(autouse=True)
 def _no_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.tui.copying._copy_with_desktop_tool", lambda text: None)
+    monkeypatch.setattr("edgespec.tui.desktop._copy_with_desktop_tool", lambda text: None)
 
 
 async def _copied(d: Driver, text: str, said: str) -> None:

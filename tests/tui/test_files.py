@@ -353,14 +353,6 @@ async def test_files_are_found_after_the_working_folder_was_deleted(
         assert d.chat.current_chat.messages[0].files[0].text == "colour"
 
 
-@pytest.mark.long
-async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> None:
-    async with driving(demo, tmp_path) as d:
-        await d.send("ask @alice about @src/mian.py")
-        await d.said("No file matches @src/mian.py, so this was sent as text.")
-        await d.settled()
-        assert d.chat.current_chat.messages[0].files == ()
-
 
 async def test_a_file_that_changes_before_it_is_sent(tmp_path: Path, demo: Load) -> None:
     """The message contains the file as it is when sent. A deleted file is not silently left out."""

@@ -1,4 +1,7 @@
-"""The first screen: one line about the model, one explanation for new users, and models to try."""
+"""The first screen: one line about the model, one explanation for new users, and models to try.
+
+It suggests larger models that fit in memory: those on this machine, or else downloads.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
 import pytest
 from textual.content import Content
-
 import edgespec
 import edgespec.methods.costs.machine_speed as machine_speed
 from edgespec import Exactness, MemoryUse, MethodReport
@@ -21,6 +22,13 @@ from edgespec.tui.texts import drafting_explanation, welcome_line
 from tests.loading.test_recommendation import machine
 from tests.tui.driving import driving, until
 from tests.tui.scripted import METHOD, ScriptedRuntime, as_runtime, facts, loading
+from edgespec import MemoryUse
+from edgespec.model.model_facts import ModelInfo
+from edgespec.store import installed
+from edgespec.store.catalogue import load_catalogue
+from edgespec.store.installed import InstalledModel, InstalledModels
+from edgespec.tui.texts import notices
+from tests.tui.scripted import ScriptedRuntime, as_runtime, facts
 
 # Width of the text in a terminal with 80 columns.
 WIDTH = 74
@@ -135,3 +143,89 @@ def test_the_pass_costs_are_those_of_the_loaded_model() -> None:
     with edgespec.load("demo", "none", context=256, threads=1, exactness="off") as runtime:
         assert set(runtime.pass_costs) == {2, 4, 8}
         assert all(cost > 0 for cost in runtime.pass_costs.values())
+
+
+
+
+@pytest.mark.long
+def test_the_first_screen_suggests_a_model_that_fits() -> None:
+    with edgespec.load("demo", threads=1, memory="1GiB") as runtime:
+        assert notices(runtime) == [runtime.target.notice]
+    with edgespec.load("demo", threads=1, memory="12GiB") as runtime:
+        (notice,) = notices(runtime)
+        assert notice == (
+            "The demo is a toy model for offline use. SmolLM2, a small real model, is not installed;"
+            " scripts/setup installs it. Press F9 to choose and download a real model. These fit this"
+            " machine (sizes"
+            " include draft models): qwen3.5-2b (1.7 GiB), qwen3.5-4b (2.8 GiB), qwen3.5-9b (5.5 GiB)."
+        )
+
+
+def test_suggestions_do_not_hide_that_rounding_can_change_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    exactness = edgespec.Exactness("auto", False, "can differ from plain decoding by rounding", (), 0.8)
+    with edgespec.load("demo", threads=1, memory="12GiB", measure_costs=False) as runtime:
+        facts = replace(runtime.target, exactness=exactness)
+        monkeypatch.setattr(edgespec.Runtime, "target", facts)
+        suggestion, warning = notices(runtime)
+    assert "qwen3.5-9b" in suggestion
+    assert "rounding" in warning
+    assert "/set exactness bits" in warning
+
+
+def on_this_machine(*models: tuple[str, int, float]) -> InstalledModels:
+    """Return installed models with these references, parameters and sizes in GiB."""
+    return InstalledModels(
+        tuple(
+            InstalledModel(
+                name,
+                "lmstudio",
+                Path(name),
+                "gguf",
+                ModelInfo(
+                    "model", name, "llama", parameters, "Q4_0", round(size * GIB), 1, 1, 1, 1, "", True, ""
+                ),
+                next((each for each in load_catalogue().entries if each.name == name), None),
+            )
+            for name, parameters, size in models
+        ),
+        (),
+        (),
+    )
+
+
+@pytest.fixture
+def first_model(monkeypatch: pytest.MonkeyPatch) -> ScriptedRuntime:
+    """SmolLM2 on a machine that can use 12 GiB."""
+    runtime = ScriptedRuntime(target=replace(facts("smollm2"), parameters=134_000_000))
+    allow_memory(monkeypatch, runtime)
+    return runtime
+
+
+def test_models_on_this_machine_come_before_downloads(
+    first_model: ScriptedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = on_this_machine(
+        ("maker/tiny", 1_000_000, 0.1),
+        ("maker/medium", 4_000_000_000, 2.5),
+        ("ollama:8b", 8_000_000_000, 4.5),
+        ("maker/huge", 70_000_000_000, 40.0),
+    )
+    monkeypatch.setattr(installed, "find_installed", lambda **_: found)
+    (notice,) = notices(as_runtime(first_model))
+    assert notice.endswith("On this machine: maker/medium (2.5 GiB), ollama:8b (4.5 GiB).")
+    assert "download" not in notice
+
+
+def test_an_installed_model_is_not_offered_for_download(
+    first_model: ScriptedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "find_installed", lambda **_: on_this_machine())
+    (notice,) = notices(as_runtime(first_model))
+    assert "download" in notice
+    assert "qwen3.5-9b (" in notice
+    # The copy on this machine is larger than the memory, so the model is not offered at all.
+    too_large = on_this_machine(("qwen3.5-9b", 9_000_000_000, 18.0))
+    monkeypatch.setattr(installed, "find_installed", lambda **_: too_large)
+    (notice,) = notices(as_runtime(first_model))
+    assert "download" in notice
+    assert "qwen3.5-9b (" not in notice

@@ -1,21 +1,21 @@
-"""Expectations of a terminal program: suspending, context-sensitive help, and lasting marks."""
+"""Expectations of a terminal program: suspending, help, lasting marks, Ctrl+C and refused commands."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-
 import pytest
 from textual.containers import VerticalScroll
 from textual.widgets import Static
-
 from edgespec.chat.store import ChatStore
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.models import ModelsScreen
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.driving import driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
 
 LONG = "many words " * 1000
 
@@ -120,3 +120,40 @@ async def test_old_notes_leave_the_transcript(tmp_path: Path) -> None:
         await d.say("hello again")
         assert "top_k is now" not in d.transcript()
         assert "Model and settings" not in d.transcript()
+
+
+@pytest.mark.parametrize("key", ["f1", "f5", "f6", "f9"])
+async def test_ctrl_c_closes_a_dialog(tmp_path: Path, key: str) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.press(key)
+        await until(d.pilot, lambda: d.app.screen is not d.chat, "the dialog")
+        await d.press("ctrl+c")
+        await until(d.pilot, lambda: d.app.screen is d.chat, "the chat")
+        assert d.app.is_running
+
+
+@pytest.mark.long
+async def test_a_command_refused_again_shows_a_notice(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+
+        def shown() -> int:
+            return sum("There is no preset" in line for line in d.screen_text())
+
+        await d.say("/preset brief")
+        await until(d.pilot, lambda: shown() == 1, "the note")
+        await d.press("enter")
+        await until(d.pilot, lambda: shown() == 2, "the note and a notice")
+
+
+async def test_an_unknown_command_far_from_all_names_suggests_help(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/foo")
+        await d.said("Unknown command /foo. Type /help for all commands. To send this")
+
+
+async def test_the_error_for_a_removed_command_names_its_replacement(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/vi on")
+        await d.said(
+            "The command /vi was removed. Press Ctrl+G in the full-screen chat to write your message"
+        )

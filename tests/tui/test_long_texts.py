@@ -1,4 +1,7 @@
-"""Very long messages, which the chat shows in part, and long pasted texts, which the input folds."""
+"""Long messages, which are shown in part, long pasted texts, which the input folds, and long chats.
+
+The old messages of a long chat are shown page by page, and the screen keeps up with fast replies.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ import sys
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-
 import pytest
 from textual import events
-
 from edgespec import TextChunk
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat
@@ -19,17 +20,23 @@ from edgespec.tui.app import ChatApp
 from edgespec.tui.widgets import long_texts
 from edgespec.tui.widgets.long_texts import drawing_seconds, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.messages import ReplyMessage
+from tests.tui.driving import save_chat
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
+import asyncio
+import time
+from edgespec.tui.widgets.details import StatusLine
+from edgespec.tui.widgets.messages import MessageWidget, Panel, ReplyMessage
+from tests.tui.driving import driving, until
 
-NOON = datetime(2025, 3, 1, 12, tzinfo=UTC)
 COPY = "type /copy to copy the last reply, or /copy chat to copy the whole chat)"
 LINES = "\n".join(f"line {number} of the text" for number in range(30))
 LABEL = "[Pasted text 1: 30 lines, 150 tokens]"
 
 
-def save(folder: Path, *messages: Message) -> None:
-    ChatStore(folder / "chats").save(SavedChat("one", MessageTree.linear(messages), NOON, NOON))
+def talk(number: int) -> list[Message]:
+    """Return this many messages, those of the user and those of the model in turn."""
+    return [Message("user" if n % 2 == 0 else "assistant", f"message {n}.") for n in range(number)]
 
 
 async def paste(d: Driver, text: str) -> None:
@@ -84,7 +91,7 @@ async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
 
     monkeypatch.setattr("edgespec.tui.screen_commands.copy_text", copy)
     text = "word " * 600_000 + "end"
-    save(tmp_path, Message("user", "Write."), Message("assistant", text))
+    save_chat(tmp_path, Message("user", "Write."), Message("assistant", text))
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as driver:
         await driver.said(f"more characters are not shown; {COPY}")
         assert len(driver.transcript()) < 400_000
@@ -115,7 +122,7 @@ async def test_a_growing_reply_is_drawn_up_to_the_limit(
 @pytest.mark.long
 async def test_long_reasoning_is_shown_in_part(tmp_path: Path) -> None:
     thought = Message("assistant", "Yes.", "word " * 100_000, ("<think>", "</think>"))
-    save(tmp_path, Message("user", "Think."), thought)
+    save_chat(tmp_path, Message("user", "Think."), thought)
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as driver:
         await driver.said("Yes.")
         await driver.press("f7")
@@ -127,7 +134,7 @@ async def test_messages_that_take_long_to_draw_wait_for_a_click(
 ) -> None:
     monkeypatch.setattr("edgespec.tui.widgets.transcript._PAGE_SECONDS", 0.002)
     items = Message("assistant", "- an item\n" * 20)
-    save(tmp_path, *[Message("user", "Write."), items] * 4)
+    save_chat(tmp_path, *[Message("user", "Write."), items] * 4)
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as driver:
         await driver.said("older messages: click")
         assert len(driver.chat.transcript.query(ReplyMessage)) == 1
@@ -222,3 +229,70 @@ async def test_deleting_to_the_end_of_an_empty_or_last_line_does_nothing(tmp_pat
         await d.press("ctrl+j", "ctrl+k", "up", "end", "ctrl+k")
         assert d.chat.prompt.text == "one"
         assert d.app.is_running
+
+
+async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path) -> None:
+    save_chat(tmp_path, *talk(600), title="long")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        began = time.monotonic()
+        await d.say("/load long")
+        assert time.monotonic() - began < 30
+        assert "message 599" in d.transcript()
+        older = 600 - len(d.chat.transcript.query("UserMessage, ReplyMessage"))
+        assert 550 < older < 599
+        assert f"{older} older messages" in d.transcript()
+        d.chat.transcript.scroll_home(animate=False)
+        await d.pilot.pause(0.1)
+        await d.press("ctrl+home")
+        await until(d.pilot, lambda: f"{older} older messages" not in d.transcript(), "older messages")
+        await d.say("more")
+        assert d.chat.current_chat.entries[-2].content == "more"
+
+
+async def test_paging_upwards_skips_no_message(tmp_path: Path) -> None:
+    save_chat(tmp_path, *talk(80), title="long")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/load long")
+        transcript, seen = d.chat.transcript, set()
+        for _ in range(60):
+            view = transcript.scrollable_content_region
+            shown = transcript.query("UserMessage, ReplyMessage").results(MessageWidget)
+            seen |= {each.place for each in shown if each.region.overlaps(view)}
+            if 0 in seen:
+                break
+            await d.press("pageup")
+            await d.pilot.pause(0.1)
+        assert seen == set(range(80))
+
+
+@pytest.mark.long
+async def test_a_fast_reply_is_drawn_in_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = 0
+    write = ReplyMessage.write
+
+    async def counted(reply: ReplyMessage, chunks: list[object]) -> None:
+        nonlocal drawn
+        drawn += 1
+        await write(reply, chunks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReplyMessage, "write", counted)
+    fast = Script(text="word " * 300, pause_seconds=0.004)
+    async with driving(loading(ScriptedRuntime(scripts=[fast])), tmp_path) as d:
+        began = time.monotonic()
+        await d.say("go")
+        seconds = time.monotonic() - began
+        assert drawn <= 26 * seconds + 2
+        assert d.chat.current_chat.entries[-1].content.count("word") == 300
+
+
+async def test_the_screen_keeps_up_and_stays_at_the_end(tmp_path: Path) -> None:
+    lines = Script(text="a line of text\n\n" * 60, pause_seconds=0.002)
+    async with driving(loading(ScriptedRuntime(scripts=[lines])), tmp_path) as d:
+        await d.say("go")
+        assert d.chat.transcript.scroll_y == d.chat.transcript.max_scroll_y
+        await d.press("pageup")
+        await d.pilot.pause(0.1)
+        assert d.chat.transcript.scroll_y < d.chat.transcript.max_scroll_y
+        await d.press("ctrl+end")
+        await asyncio.sleep(0.1)
+        assert d.chat.transcript.scroll_y == d.chat.transcript.max_scroll_y

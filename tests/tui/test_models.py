@@ -30,7 +30,7 @@ from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
-from tests.tui.snapshot_files import check_screen
+from tests.tui.driving import check_screen
 
 REFERENCE = f"hf:{REPOSITORY}"
 

@@ -134,19 +134,6 @@ async def test_letters_typed_elsewhere_go_to_the_input(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "hi"
 
 
-@pytest.mark.long
-async def test_options_and_system_prompt_go_with_every_turn(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime(scripts=[Script(text="Yes.")])
-    async with driving(loading(runtime), tmp_path, system="Be kind.", settings={"temperature": 0.3}) as d:
-        await d.say("hello")
-        system, text, options = runtime.asked[0]
-        assert (system, text, options["temperature"]) == ("Be kind.", "hello", 0.3)
-        await d.say("/system none")
-        await d.say("/set seed 5")
-        await d.say("again")
-        system, text, options = runtime.asked[1]
-        assert (system, options["seed"]) == (None, 5)
-
 
 async def test_control_d_on_the_empty_input_quits(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:

@@ -302,14 +302,6 @@ async def test_the_same_note_is_shown_once(tmp_path: Path) -> None:
         assert d.transcript().index("There are no presets yet.") > d.transcript().index("no message to race")
 
 
-@pytest.mark.long
-async def test_typing_replaces_a_refused_command(tmp_path: Path) -> None:
-    async with driving(loading(replies("One.")), tmp_path) as d:
-        await d.say("/theme nosuch")
-        await d.said("no theme 'nosuch'")
-        await d.write("/help")
-        assert d.chat.prompt.text == "/help"
-
 
 SLOW = Script(text="word " * 2000, pause_seconds=0.005)
 

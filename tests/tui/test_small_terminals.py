@@ -12,6 +12,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from tests.cases import covering, first
+from tests.tui.driving import save_chat
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -89,9 +90,7 @@ async def test_selecting_a_message_closes_a_panel_that_covers_it(tmp_path: Path)
 
 
 async def test_a_chat_opened_from_a_list_that_covers_the_screen_fills_it(tmp_path: Path) -> None:
-    messages = MessageTree.linear([Message("user", "a question"), Message("assistant", "word " * 30)])
-    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
-    ChatStore(tmp_path / "chats").save(SavedChat("one", messages, noon, noon))
+    save_chat(tmp_path, Message("user", "a question"), Message("assistant", "word " * 30))
     async with driving(loading(ScriptedRuntime()), tmp_path, size=(40, 20)) as d:
         await d.press("f2")
         await d.press("down", "enter")

@@ -19,7 +19,7 @@ from edgespec.errors import CancelledError
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
 from edgespec.tui.commands.information import why, why_text
-from edgespec.tui.race import RaceProgress
+from edgespec.tui.commands.results import RaceProgress, RunningRace
 from edgespec.tui.screens.race import RaceScreen
 from edgespec.tui.texts import notices, speed_up_short, speed_up_text
 from edgespec.tui.widgets.details import SpeedHistory, details_content, sparkline
@@ -288,7 +288,8 @@ async def test_a_tick_after_the_end_closes_no_other_screen(tmp_path: Path) -> No
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         race: Future[Race] = Future()
         cancelled = CancelledError("the race was cancelled")
-        screen = RaceScreen(QUESTION, race, RaceProgress(), lambda: race.set_exception(cancelled))
+        running = RunningRace("auto", QUESTION, race, RaceProgress())
+        screen = RaceScreen(running, lambda: race.set_exception(cancelled))
         await d.app.push_screen(screen)
         screen.action_close()
         screen._tick()

@@ -214,7 +214,7 @@ async def test_what_is_sent_before_the_loading_screen_waits_for_the_model(tmp_pa
         await d.say("first")
         d.chat.load_model("other")
         await d.chat.send_text("second")
-        await d.chat.action_regenerate()
+        await d.chat.action_command("regen")
         await until(d.pilot, lambda: len(new.asked) == 2, "both replies")
         await d.settled()
         assert [text for _, text, _ in old.asked] == ["first"]

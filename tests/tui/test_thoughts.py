@@ -18,10 +18,10 @@ from edgespec.tui.app import ChatApp
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.worker import Load
+from tests.tui.driving import save_chat
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
-NOON = datetime(2025, 3, 1, 12, tzinfo=UTC)
 THOUGHT = "<think>\nThe user wants `ls`. What else?\n</think>\n\n"
 ANSWER = "Use `ls -S`."
 
@@ -47,15 +47,6 @@ async def test_reasoning_is_folded_above_the_answer(tmp_path: Path) -> None:
         await driver.press("f7")
         await until(driver.pilot, lambda: "The user wants" not in "\n".join(driver.screen_text()))
         await driver.pilot.click("CollapsibleTitle")
-        await driver.sees("The user wants `ls`. What else?")
-
-
-@pytest.mark.long
-async def test_enter_unfolds_the_reasoning(tmp_path: Path) -> None:
-    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
-        await driver.say("How do I sort files?")
-        driver.chat.query("CollapsibleTitle").last().focus()
-        await driver.press("enter")
         await driver.sees("The user wants `ls`. What else?")
 
 
@@ -122,15 +113,21 @@ async def test_colours_show_where_tokens_came_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
-    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
+async def test_a_saved_chat_keeps_the_reasoning_and_its_time(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.05)])
+    async with driving(loading(runtime), tmp_path) as driver:
         await driver.say("How do I sort files?")
+        tokens = sum(chunk.token_count for chunk in reply(driver).chunks if chunk.reasoning)
+        time, _, length = reply(driver).thoughts.title.partition(" · ")
+        assert time.startswith("Thought for ")
+        assert length == f"{tokens} tokens"
         (path,) = driver.saved()
     saved = json.loads(path.read_text("utf-8"))["messages"][1]
     assert (saved["content"], saved["reasoning"]) == (ANSWER, "The user wants `ls`. What else?")
+    assert saved["reasoning_seconds"] > 0
     runtime = ScriptedRuntime([Script("More.")])
     async with driving(loading(runtime), tmp_path, resume="last") as driver:
-        await driver.sees("Thought")
+        await driver.sees(f"{time} · 6 words")
         assert "The user wants" not in "\n".join(driver.screen_text())
         await driver.press("f7")
         await driver.sees("The user wants `ls`. What else?")
@@ -139,19 +136,6 @@ async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
     messages = json.loads(path.read_text("utf-8"))["messages"]
     assert messages[1] == saved
     assert "reasoning" not in messages[3]
-
-
-@pytest.mark.long
-async def test_the_time_of_the_reasoning_is_saved(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.05)])
-    async with driving(loading(runtime), tmp_path) as driver:
-        await driver.say("How do I sort files?")
-        title = reply(driver).thoughts.title.partition(" · ")[0]
-        assert title.startswith("Thought for ")
-        (path,) = driver.saved()
-    assert json.loads(path.read_text("utf-8"))["messages"][1]["reasoning_seconds"] > 0
-    async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as driver:
-        await driver.sees(title)
 
 
 async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_path: Path) -> None:
@@ -170,10 +154,8 @@ async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_p
 
 
 async def test_a_continued_reply_does_not_claim_a_time(tmp_path: Path) -> None:
-    talk = (Message("user", "How?"), Message("assistant", "", "The user", ("<think>\n", "")))
-    ChatStore(tmp_path / "chats").save(
-        SavedChat("one", MessageTree.linear(talk), NOON, NOON, unfinished=True)
-    )
+    reply_so_far = Message("assistant", "", "The user", ("<think>\n", ""))
+    save_chat(tmp_path, Message("user", "How?"), reply_so_far, unfinished=True)
     runtime = ScriptedRuntime([Script(" wants `ls`.\n</think>\n\nYes.", pause_seconds=0.1)])
     async with driving(loading(runtime), tmp_path, resume="one") as driver:
         await driver.sees("ended without an answer")
@@ -207,16 +189,6 @@ THINKING_SWITCH = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
-
-
-@pytest.mark.long
-async def test_the_folded_line_tells_the_length_of_the_reasoning(tmp_path: Path) -> None:
-    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
-        await driver.say("How do I sort files?")
-        tokens = sum(chunk.token_count for chunk in reply(driver).chunks if chunk.reasoning)
-        await driver.sees(f" · {tokens} tokens")
-    async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as driver:
-        await driver.sees("Thoughts · 6 words")
 
 
 @pytest.mark.long

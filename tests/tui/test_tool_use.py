@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import edgespec.tui.screens.tools
 import edgespec.tui.tool_use
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat, Setting
@@ -17,8 +16,9 @@ from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tools.tool import Tool
-from edgespec.tui.screens.tools import ApprovalScreen, ToolsScreen
+from edgespec.tui.tool_use import ApprovalScreen, ToolsScreen
 from edgespec.tui.worker import Load
+from tests.tui.driving import save_chat
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
 from tests.tui.tool_servers import configure, force_calls
@@ -187,7 +187,7 @@ async def test_keys_typed_while_the_question_opens_decide_nothing(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Wait longer than usual, so that the test also passes on a busy machine.
-    monkeypatch.setattr(edgespec.tui.screens.tools, "_QUIET_SECONDS", 5.0)
+    monkeypatch.setattr(edgespec.tui.tool_use, "_QUIET_SECONDS", 5.0)
     configure("good", "hostile_server.py", "polite")
     async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
         await tools_on(d)
@@ -372,9 +372,7 @@ async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Pa
 async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_path: Path) -> None:
     configure("good", "hostile_server.py", "polite")
     call = ToolCall("1", "good_act", json.dumps({"text": "x" * 200_000}))
-    messages = [Message("user", "Add."), Message("assistant", "", tool_calls=(call,))]
-    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
-    ChatStore(tmp_path / "chats").save(SavedChat("one", MessageTree.linear(messages), noon, noon))
+    save_chat(tmp_path, Message("user", "Add."), Message("assistant", "", tool_calls=(call,)))
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as d:
         await tools_on(d)
         await d.send("/continue")

@@ -235,19 +235,6 @@ async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "second"
 
 
-@pytest.mark.long
-async def test_escape_stops_a_reply_and_keeps_what_was_written(tmp_path: Path) -> None:
-    async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
-        await d.send("go on")
-        await d.said("word word")
-        await d.press("escape")
-        await d.settled()
-        assert "stopped" in d.transcript()
-        await d.sees("Type /continue to finish the reply.")
-        kept = d.chat.current_chat.entries[-1].content
-        assert 0 < len(kept) < 5000
-        assert ChatStore(tmp_path / "chats").load(d.chat.current_chat.id).messages[-1].content == kept
-
 
 async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(gate=threading.Event())])
@@ -258,17 +245,6 @@ async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: 
         assert d.chat.current_chat.entries == []
         assert d.chat.prompt.text == "never mind"
 
-
-@pytest.mark.long
-async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime(scripts=[SLOW])
-    async with driving(loading(runtime), tmp_path) as d:
-        await d.send("go on")
-        await d.said("word word")
-        await d.press("ctrl+n")
-        await d.settled()
-        assert d.chat.current_chat.entries == []
-        assert len(d.saved()) == 1
 
 
 @pytest.mark.long
@@ -313,24 +289,6 @@ async def test_control_c_stops_then_clears_then_quits(tmp_path: Path) -> None:
         await d.press("ctrl+c", "ctrl+c")
         await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=5)
 
-
-@pytest.mark.long
-async def test_failed_save_is_shown_and_the_chat_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(store: ChatStore, chat: SavedChat) -> Path:
-        raise ChatFileError("cannot write chat.json: the disk is full", "free some space")
-
-    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
-        monkeypatch.setattr(ChatStore, "save", full)
-        await d.say("a question")
-        assert (
-            "The chat 'a question' was not saved: cannot write chat.json: the disk is full" in d.transcript()
-        )
-        monkeypatch.undo()
-        await d.say("another")
-        assert len(d.chat.current_chat.entries) == 4
-        assert len(d.saved()) == 1
 
 
 @pytest.mark.long

@@ -109,17 +109,6 @@ async def test_an_error_stays_on_the_screen_until_the_next_message_is_sent(tmp_p
         assert "boom" not in d.transcript()
 
 
-@pytest.mark.long
-async def test_commands_are_not_delayed(tmp_path: Path) -> None:
-    runtime, gate = runtime_with_gate()
-    async with driving(loading(runtime), tmp_path) as d:
-        await d.send("one")
-        await d.send("/set temperature 0.5")
-        await d.said("temperature is now 0.5")
-        assert d.chat.waiting.texts == []
-        gate.set()
-        await d.settled()
-
 
 async def test_another_chat_returns_the_messages_to_the_input(tmp_path: Path) -> None:
     long = Script("many words " * 1000, pause_seconds=0.02)

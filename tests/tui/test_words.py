@@ -24,7 +24,7 @@ from edgespec.store.catalogue import load_catalogue
 from edgespec.system.files import format_bytes
 from edgespec.tui import numbers
 from edgespec.tui.commands import table
-from edgespec.tui.model_texts import details_text, row_text
+from edgespec.tui.screens.models import details_text, row_text
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown

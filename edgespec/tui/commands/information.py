@@ -7,14 +7,24 @@ can differ from plain decoding. Before the first reply, `/why` says what speed-u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from edgespec.chat.message import Message
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.options.default_model import is_demo
 from edgespec.options.methods import sources_text
-from edgespec.tui.commands.results import Action, Command, Context, Result, RunningRace, Table, Text
+from edgespec.tui.commands.results import (
+    Action,
+    Command,
+    Context,
+    RaceProgress,
+    Result,
+    RunningRace,
+    Table,
+    Text,
+)
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.settings import default_sampling
 from edgespec.tui.texts import (
@@ -33,10 +43,8 @@ from edgespec.tui.texts import (
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MethodReport, Stats
-    from edgespec.api.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel, ChatReply
     from edgespec.chat.saved_chat import Setting
-
-__all__ = ["SHOW", "SPEED", "show", "why", "why_text"]
 
 # Below this acceptance rate, draft tokens are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
@@ -249,8 +257,9 @@ def _advice(
 
 
 def _race(context: Context) -> Result:
+    """Start a race in the model thread. It uses the chat's messages and settings without changing the chat."""
     # Imported lazily to avoid delaying the first screen.
-    from edgespec.tui.race import race_method, start_race
+    from edgespec.bench.race import DEFAULT_RACE_TOKENS, Race, run_race
 
     if context.writing:
         raise OptionError(
@@ -258,8 +267,37 @@ def _race(context: Context) -> Result:
             "Press Esc to stop it, then type /race again",
             code="command_unavailable",
         )
-    method = race_method(context.runtime, context.chat)
-    return RunningRace(method, start_race(context.model_thread, context.chat, method, context.argument))
+    chat = context.chat
+    messages = chat.messages
+    if context.argument:
+        messages = (*messages, Message("user", context.argument))
+    while messages and messages[-1].role != "user":
+        messages = messages[:-1]
+    if not messages:
+        raise OptionError(
+            "There is no message to race with yet",
+            "Type /race followed by a message",
+            code="command_unavailable",
+        )
+    chosen = str(chat.settings.get("method") or context.runtime.method.requested)
+    method = "auto" if chosen == "none" else chosen
+    options: dict[str, Any] = {name: value for name, value in chat.settings.items() if name != "method"}
+    # Limit the reply length, because long races are slow to run and to draw.
+    options["max_tokens"] = min(int(options.get("max_tokens", DEFAULT_RACE_TOKENS)), DEFAULT_RACE_TOKENS)
+    progress, system = RaceProgress(), chat.system
+
+    def work(runtime: ChatModel, is_cancelled: Callable[[], bool]) -> Race:
+        def start(**each: Any) -> ChatReply:
+            return runtime.chat(system, messages).continue_reply(**each)
+
+        def report(description: str, fraction: float) -> bool:
+            progress.report(description, fraction)
+            return not is_cancelled()
+
+        return run_race(start, options, method=method, progress=report)
+
+    race = context.model_thread.submit(work, progress.report)
+    return RunningRace(method, messages[-1].content, race, progress)
 
 
 def _memory(context: Context) -> Result:

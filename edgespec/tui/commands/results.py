@@ -11,36 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from edgespec import MethodReport, Stats
     from edgespec.api.sharing.base import ChatModel
+    from edgespec.bench.race import Race
     from edgespec.chat.store import StoredChat
     from edgespec.chat.tool_calls.calls import ToolCall
     from edgespec.errors import EdgespecError
     from edgespec.tui.archive import Archive
     from edgespec.tui.open_chat import OpenChat, RunningTurn
     from edgespec.tui.preferences import Preferences
-    from edgespec.tui.race import StartedRace
     from edgespec.tui.tool_access import ToolAccess
     from edgespec.tui.worker import ModelThread
-
-__all__ = [
-    "Action",
-    "Change",
-    "Command",
-    "Context",
-    "Copy",
-    "Generate",
-    "Load",
-    "Nothing",
-    "Open",
-    "Problem",
-    "Question",
-    "Result",
-    "RunningRace",
-    "Table",
-    "Text",
-    "all_of",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +189,32 @@ class Question:
     declined: str
 
 
+@dataclass(slots=True)
+class RaceProgress:
+    """Progress of a race, written by the model thread and read by the UI."""
+
+    description: str = "waiting for the model"
+    fraction: float = 0.0
+
+    def report(self, description: str, fraction: float) -> None:
+        self.description, self.fraction = description, fraction
+
+
 @dataclass(frozen=True, slots=True)
 class RunningRace:
-    """A race that is running in the model thread."""
+    """A race that is running in the model thread.
+
+    Attributes:
+        method: The method that races against plain decoding.
+        prompt: The message to which both reply.
+        race: The future of the race.
+        progress: The progress of the race.
+    """
 
     method: str
-    race: StartedRace
+    prompt: str
+    race: Future[Race]
+    progress: RaceProgress
 
 
 @dataclass(frozen=True, slots=True)

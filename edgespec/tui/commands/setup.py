@@ -37,8 +37,7 @@ from edgespec.tui.commands.results import (
     Text,
 )
 from edgespec.tui.input_syntax import unquoted
-from edgespec.tui.model_texts import is_match, is_open, speed_text
-from edgespec.tui.numbers import count
+from edgespec.tui.numbers import count, rate
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import (
     ALL_LOAD_SETTINGS,
@@ -64,8 +63,6 @@ if TYPE_CHECKING:
     from edgespec.store.drafts import DraftOption
     from edgespec.store.heads import HeadOption
     from edgespec.store.reference import Resolved
-
-__all__ = ["APPEARANCE", "COMMANDS", "check_load_setting", "chosen_model", "system_change"]
 
 # Maximum number of draft models that /draft lists.
 _MAX_CHOICES = 8
@@ -162,6 +159,26 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
         f"draft model {model.draft}" if model.draft else "",
     )
     return f"{model.reference}: {', '.join(filter(None, parts))}"
+
+
+def is_open(path: Path | None, runtime: ChatModel) -> bool:
+    """Return whether the chat uses the model at a path."""
+    return path is not None and path.absolute() == Path(runtime.target.path).absolute()
+
+
+def is_match(query: str, name: str) -> bool:
+    """Return whether `name` contains all words of `query`."""
+    return all(word in name.lower() for word in query.lower().split())
+
+
+def speed_text(model: AvailableModel) -> str:
+    """Return the expected speed, such as `12 tok/s`, or an empty string if it is unknown.
+
+    A question mark is appended if other programs were busy during the measurement.
+    """
+    if model.speed is None:
+        return ""
+    return rate(model.speed.fastest_tokens_per_second) + ("?" if model.speed.is_disturbed else "")
 
 
 def _reload(context: Context, name: str, text: str) -> Result:

@@ -12,19 +12,8 @@ from dataclasses import dataclass
 
 from edgespec.errors import OptionError
 from edgespec.system import spelling
-from edgespec.tui.commands import chats, information, messages, setup
+from edgespec.tui.commands import chats, information, setup
 from edgespec.tui.commands.results import Action, Command, Context, Result, Text
-
-__all__ = [
-    "COMMANDS",
-    "Typed",
-    "completion",
-    "hint",
-    "nearest",
-    "read",
-    "typed_path",
-    "unknown",
-]
 
 _PLAIN_HELP = (
     "To attach a file or a folder, write @ and its path in your message. @src/*.py attaches all matching"
@@ -53,7 +42,7 @@ COMMANDS: tuple[Command, ...] = (
     *information.SHOW,
     *setup.COMMANDS,
     *chats.OPENING,
-    *messages.COMMANDS,
+    *chats.MESSAGES,
     *chats.KEEPING,
     *information.SPEED,
     *setup.APPEARANCE,

@@ -14,17 +14,6 @@ from textual.widgets import Static
 from edgespec.tui.commands import table
 from edgespec.tui.widgets.messages import MESSAGE_KEYS, Pairs
 
-__all__ = [
-    "CHAT_LIST_PART",
-    "COMMANDS_PART",
-    "MESSAGE_PART",
-    "MODEL_LIST_PART",
-    "MOST_USED",
-    "OTHER_KEYS",
-    "HelpScreen",
-    "sections",
-]
-
 MOST_USED, OTHER_KEYS = Binding.Group("Most used"), Binding.Group("Other keys")
 """The sections of the help page that list key bindings. Bindings without a group are not listed."""
 

@@ -28,18 +28,17 @@ from edgespec.loading.constants import MEASURING_BYTES
 from edgespec.options.settings_file import quoted, read_text, settings_path, write_value
 from edgespec.system.files import format_bytes
 from edgespec.tui.background import CallThread, in_thread
-from edgespec.tui.downloads import Downloads
+from edgespec.tui.commands.setup import is_match, is_open, speed_text
+from edgespec.tui.downloads import Download, Downloads
 from edgespec.tui.model_choice import plan_kept
-from edgespec.tui.model_texts import details_text, is_match, is_open, row_text
+from edgespec.tui.numbers import rate
 from edgespec.tui.screens.help import MODEL_LIST_PART
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, Preview
+    from edgespec import AvailableModel, MemoryPlan, Preview
     from edgespec.api.sharing.base import ChatModel
     from edgespec.tui.worker import PlanModel
-
-__all__ = ["ModelsScreen", "default_for_chats"]
 
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
@@ -50,6 +49,18 @@ _PLAN_DELAY_SECONDS = 0.3
 # Minimum terminal width, in columns, at which the dialog's border lists more than two keys.
 _WIDE_COLUMNS = 64
 _SETTING = ("chat", "target")
+_PLACES = {
+    "embedded": "included in edgespec: a toy model for offline use",
+    "hub": "in the Hugging Face cache",
+    "ollama": "stored by Ollama",
+    "lmstudio": "stored by LM Studio",
+    "path": "a file or folder of yours",
+    "catalogue": "on Hugging Face",
+    "search": "on Hugging Face",
+}
+# Each column's width, and the minimum row width at which it is shown, both in cells.
+_COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (14, 58), "draft": (28, 92)}
+
 
 
 class ModelsScreen(ModalScreen["AvailableModel | None"]):
@@ -430,3 +441,134 @@ def _set_default_for_chats(reference: str) -> None:
         OptionError: The reference is not valid UTF-8.
     """
     write_value(settings_path(), _SETTING, quoted(reference) if reference else None)
+
+
+def row_text(
+    model: AvailableModel, width: int, *, is_used: bool, is_default: bool, download: Download | None
+) -> Content:
+    """Return a model's row in the list, `width` cells wide. Narrow rows omit columns.
+
+    Args:
+        model: The model.
+        width: Width of the row in cells.
+        is_used: Whether the chat uses this model.
+        is_default: Whether new chats open with this model.
+        download: The download of the model, if there is one.
+    """
+    values = {
+        "size": f"~{_size(model)}" if not model.is_installed and model.size_bytes else _size(model),
+        "fits": _fit_text(model),
+        "speed": speed_text(model),
+        "draft": f"+ {draft}" if (draft := _offered_draft(model)) else "",
+    }
+    columns = [(name, size) for name, (size, least) in _COLUMNS.items() if width >= least]
+    right = "".join(_cell(values[name], size) for name, size in columns)
+    if download is not None and not model.is_installed:
+        right = f"  {download.state}{download.time_left}".ljust(len(right))
+    default = " (default)" if is_default else ""
+    name_width = width - len(right) - len(default) - 2
+    name = model.reference if len(model.reference) <= name_width else f"…{model.reference[1 - name_width :]}"
+    return Content.assemble(
+        ("• " if is_used else "  ", "$primary"),
+        (name, "" if model.can_run else "$muted"),
+        (default, "$primary"),
+        " " * (name_width - len(name)),
+        (right, "$muted"),
+    )
+
+
+def _fit_text(model: AvailableModel) -> str:
+    if not model.size_bytes or model.fits:
+        return "fits" if model.size_bytes else ""
+    return "from disk" if model.is_streamed else "too large"
+
+
+def _cell(text: str, width: int) -> str:
+    """Pad or shorten a table cell to this width, with two spaces before the text."""
+    return f"  {text if len(text) <= width - 2 else f'{text[: width - 3]}…'}".ljust(width)
+
+
+def _offered_draft(model: AvailableModel) -> str:
+    """Return the draft model to load or download with a model, or an empty string if there is none."""
+    return "" if model.is_installed and model.download_bytes else model.draft
+
+
+def _size(model: AvailableModel) -> str:
+    return format_bytes(model.size_bytes) if model.size_bytes else "size ?"
+
+
+def details_text(
+    model: AvailableModel,
+    budget_bytes: int | None,
+    *,
+    is_used: bool,
+    plan: MemoryPlan | None,
+    drafters: Sequence[tuple[str, str]] | None,
+    is_downloading: bool,
+) -> Content:
+    """Return the details of the highlighted model, and a description of what Enter does.
+
+    Args:
+        model: The model.
+        budget_bytes: Memory that models may use, or None if unknown.
+        is_used: Whether the chat uses this model.
+        plan: The memory plan for this model, or None if it has not been planned yet.
+        drafters: Labels and names of the draft model and heads that are used with this model, or None if it
+            has not been planned yet.
+        is_downloading: Whether the model is being downloaded.
+    """
+    memory = "Its size is unknown."
+    budget = f" edgespec may use {format_bytes(budget_bytes)}." if budget_bytes is not None else ""
+    if plan is not None:
+        memory = f"It needs {format_bytes(plan.total_bytes)} of memory.{budget}"
+    elif model.needed_bytes:
+        streamed = (
+            " Part of it is read from disk for every token, which is slow." if model.is_streamed else ""
+        )
+        memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}{streamed}"
+    if drafters is None:
+        drafters = [("Draft model", draft)] if (draft := _offered_draft(model)) else []
+    names = " and ".join(f"the {label.lower()} {name}" for label, name in drafters)
+    action = _action(model, is_downloading)
+    if is_used:
+        action = f"This chat uses this model{f' with {names}' if names else ''}."
+        names = ""
+    is_disturbed = model.speed is not None and model.speed.is_disturbed
+    doubt = ", but other programs were busy; press Ctrl+S to measure again" if is_disturbed else ""
+    if model.speed is None:
+        measure = "To see how fast it would be, press Ctrl+S."
+        speed = f"It is sped up by {names}. {measure}" if names else measure
+    elif names:
+        gain = f"{model.speed.speedup:.1f}x as fast as without it"
+        speed = f"Expected speed: {rate(model.speed.fastest_tokens_per_second)} with {names}, {gain}{doubt}."
+    else:
+        speed = f"Expected speed: {rate(model.speed.fastest_tokens_per_second)}{doubt}."
+    if plan is not None and plan.streaming is not None:
+        memory = f"It is larger than memory: {plan.streaming.text}."
+    return Content.assemble(
+        (f"{model.reference}, {_place(model)}", "bold"),
+        "\n",
+        (action, "$primary" if model.can_run else "$warning"),
+        f"\n{memory} {speed}",
+    )
+
+
+def _place(model: AvailableModel) -> str:
+    is_packaged = model.place == "embedded" and model.entry is not None and model.entry.package
+    return "installed with edgespec" if is_packaged else _PLACES[model.place]
+
+
+def _action(model: AvailableModel, is_downloading: bool) -> str:
+    if is_downloading:
+        return "Press Enter to stop the download. You can resume it later."
+    if not model.is_installed and not model.can_run:
+        return "This model is too large for this machine."
+    if model.is_installed:
+        warning = "" if model.can_run else " It may not fit in memory."
+        return f"Press Enter to switch to this model.{warning}"
+    size = f" ({format_bytes(model.download_bytes)})" if model.download_bytes else ""
+    entry, terms = model.entry, ""
+    if entry is not None and entry.is_gated:
+        terms = f" First, accept its licence at huggingface.co/{entry.repository}."
+    draft = " and its draft model" if size and _offered_draft(model) else ""
+    return f"Press Enter to download it{draft}{size} in the background.{terms}"

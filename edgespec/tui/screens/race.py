@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import groupby
 from time import monotonic
 from typing import ClassVar
@@ -17,11 +16,9 @@ from textual.widgets import Static
 
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import CancelledError
+from edgespec.tui.commands.results import RunningRace
 from edgespec.tui.numbers import bar, count, rate
-from edgespec.tui.race import RaceProgress
 from edgespec.tui.texts import error_text, in_chat
-
-__all__ = ["RaceScreen"]
 
 _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
@@ -35,9 +32,7 @@ class RaceScreen(ModalScreen[None]):
     """Shows the progress of a race, then plays back its result. Esc cancels the race or closes the screen.
 
     Args:
-        prompt: The message to which both methods reply.
-        race: The future of the race, which runs in the model thread.
-        progress: The progress of the race.
+        running: The race.
         cancel: Function that cancels the race.
     """
 
@@ -46,12 +41,9 @@ class RaceScreen(ModalScreen[None]):
         Binding("r,enter", "replay", "Play again", show=False),
     ]
 
-    def __init__(
-        self, prompt: str, race: Future[Race], progress: RaceProgress, cancel: Callable[[], None]
-    ) -> None:
+    def __init__(self, running: RunningRace, cancel: Callable[[], None]) -> None:
         super().__init__()
-        self._prompt = " ".join(prompt.split())
-        self._future, self._progress, self._cancel = race, progress, cancel
+        self._running, self._cancel = running, cancel
         self._race: Race | None = None
         self._began = 0.0
         self._columns = [_LaneColumn(), _LaneColumn()]
@@ -61,7 +53,7 @@ class RaceScreen(ModalScreen[None]):
         with Vertical(classes="dialog -race") as dialog:
             dialog.border_title = "Race"
             dialog.border_subtitle = "Esc cancels"
-            yield Static(Content(self._prompt), classes="race-prompt")
+            yield Static(Content(" ".join(self._running.prompt.split())), classes="race-prompt")
             yield Horizontal(*self._columns, classes="race-lanes")
             yield VerticalScroll(self._result, classes="race-end")
 
@@ -71,7 +63,7 @@ class RaceScreen(ModalScreen[None]):
 
     def action_close(self) -> None:
         """Close the screen, and cancel the race if it is running."""
-        if not self._future.done():
+        if not self._running.race.done():
             self._cancel()
         self.dismiss()
 
@@ -86,15 +78,15 @@ class RaceScreen(ModalScreen[None]):
             return
         if self._race is not None:
             self._show(self._race, monotonic() - self._began)
-        elif self._future.done():
+        elif self._running.race.done():
             self._finish()
         else:
-            done = bar(self._progress.fraction, _BAR_CELLS)
-            self._result.update(Content(f"{done} {self._progress.description}"))
+            progress = self._running.progress
+            self._result.update(Content(f"{bar(progress.fraction, _BAR_CELLS)} {progress.description}"))
 
     def _finish(self) -> None:
         try:
-            self._race = self._future.result()
+            self._race = self._running.race.result()
         except CancelledError:
             self.dismiss()
         except Exception as error:

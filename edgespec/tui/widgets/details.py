@@ -33,8 +33,6 @@ from edgespec.tui.texts import (
 if TYPE_CHECKING:
     from edgespec import Exactness, MethodReport, Reply, Stats
 
-__all__ = ["Details", "SpeedHistory", "StatusFacts", "StatusLine", "details_content", "sparkline", "wrapped"]
-
 _MAX_POSITIONS = 16
 _BARS = "▁▂▃▄▅▆▇█"
 # Initial duration of one bar of the sparkline, in seconds. It doubles when a reply exceeds `_MAX_BARS` bars.

@@ -28,15 +28,13 @@ from textual.widgets.option_list import Option
 from edgespec.attachments.finding import list_files
 from edgespec.errors import AttachmentError
 from edgespec.tui.attachments import Attachment, AttachmentReader
-from edgespec.tui.background import CallThread
+from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.input_syntax import dropped_paths, find_references
 from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:
     from edgespec import AttachedFile
     from edgespec.api.sharing.base import ChatModel
-
-__all__ = ["FileChips", "PathList", "PathSearch", "dropped", "file_chips"]
 
 # Seconds to wait after the last key press before reading the files that the input refers to.
 _PAUSE_SECONDS = 0.15
@@ -109,10 +107,6 @@ class PathList(OptionList, can_focus=False):
         self.display = bool(paths) and paths != [typed]
         self.highlighted = 0 if paths else None
 
-    async def dropped(self, text: str) -> Sequence[str]:
-        """Return the paths in pasted text if it contains only paths."""
-        return await dropped(self._thread, text)
-
     @property
     def chosen(self) -> str:
         """The highlighted path, or an empty string if the list is hidden or the path is already typed."""
@@ -120,10 +114,10 @@ class PathList(OptionList, can_focus=False):
         return "" if option is None or option.id is None or option.id == self._typed else option.id
 
 
-async def dropped(thread: CallThread, text: str) -> Sequence[str]:
+async def dropped(text: str) -> Sequence[str]:
     """Return the paths in pasted text if it contains only paths. See `dropped_paths`."""
     with suppress(TimeoutError):
-        return await asyncio.wait_for(thread.run(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
+        return await asyncio.wait_for(in_thread(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
     return ()
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from edgespec.model.image import Image
 
-__all__ = ["ImagePreview"]
-
 # Maximum width and height of a preview in cells, and maximum number of images shown per message.
 _MAX_COLUMNS, _MAX_ROWS, _MAX_IMAGES = 120, 12, 8
 _GAP_COLUMNS = 2

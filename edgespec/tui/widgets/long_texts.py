@@ -14,17 +14,6 @@ from edgespec.tui.numbers import count
 if TYPE_CHECKING:
     from edgespec import TextChunk
 
-__all__ = [
-    "MAX_INPUT_CHARACTERS",
-    "PastedTexts",
-    "drawing_seconds",
-    "hidden_note",
-    "limited_chunks",
-    "limited_markdown",
-    "limited_text",
-    "too_long_text",
-]
-
 # Maximum number of characters that can be pasted into the input. Wrapping longer text would block the UI for
 # seconds.
 MAX_INPUT_CHARACTERS = 500_000

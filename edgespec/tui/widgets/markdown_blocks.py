@@ -19,17 +19,6 @@ from textual.highlight import highlight
 from textual.strip import Strip
 from textual.style import Style
 
-__all__ = [
-    "Block",
-    "CodeBlock",
-    "Markdown",
-    "Row",
-    "Table",
-    "gap_row",
-    "load_parsers",
-    "read_markdown",
-]
-
 _GetStyle: TypeAlias = Callable[[str | Style], Style]
 _TAB_CELLS = 8
 _LINE_STYLE = "$foreground 20%"

@@ -22,10 +22,12 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 from textual.widgets._collapsible import CollapsibleTitle
 
+from edgespec.chat.message import Message
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.options.methods import sources_text
 from edgespec.tools.tool import ToolResult, Veto, visible
 from edgespec.tui.numbers import count, percent, seconds_text
+from edgespec.tui.open_chat import ChatEntry
 from edgespec.tui.tool_access import readable_arguments
 from edgespec.tui.widgets.files import file_chips
 from edgespec.tui.widgets.image_preview import ImagePreview
@@ -33,22 +35,7 @@ from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited
 from edgespec.tui.widgets.reply_markdown import GUESSED_STYLE, OWN_STYLE, OriginColours, ReplyMarkdown
 
 if TYPE_CHECKING:
-    from edgespec import AttachedFile, Reply, TextChunk
-
-__all__ = [
-    "MESSAGE_KEYS",
-    "MessageWidget",
-    "Pairs",
-    "Panel",
-    "ReplyMessage",
-    "SystemMessage",
-    "Thoughts",
-    "ToolCallMessage",
-    "UserMessage",
-    "Welcome",
-    "message_key_hint",
-    "pairs_content",
-]
+    from edgespec import AttachedFile, TextChunk
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _WHOLE_THOUGHTS = "the chat file contains the whole text"
@@ -201,35 +188,22 @@ class ReplyMessage(MessageWidget):
         writing: Whether the reply is being generated.
 
     Args:
+        entry: The reply in the open chat, or None if it is about to be generated.
         versions: Number of the shown version, such as `2/3`. Empty if there are no other versions.
-        ended_early: See `Message.ended_early`.
+        origin: Whether to colour the tokens by their origin.
     """
 
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        reasoning: str = "",
-        thought_seconds: float | None = None,
-        chunks: Sequence[TextChunk] = (),
-        reply: Reply | None = None,
-        origin: bool = False,
-        calls_tools: bool = False,
-        versions: str = "",
-        ended_early: str = "",
-    ) -> None:
+    def __init__(self, entry: ChatEntry | None, versions: str = "", *, origin: bool) -> None:
         super().__init__(classes="reply")
-        self._ended_early = ended_early
+        entry = entry or ChatEntry(Message("assistant", ""))
+        self._entry = entry
         self._versions = _versions_line(versions)
-        self.text = text
-        self.reasoning = reasoning
-        self.chunks: list[TextChunk] = list(chunks)
-        self.reply = reply
+        self.text = entry.content
+        self.reasoning = entry.reasoning
+        self.chunks = list(entry.chunks)
         self._origin = origin
-        self._calls_tools = calls_tools
         self.writing = False
-        self._thought_seconds = thought_seconds
-        self._drawn = limited_markdown(text)
+        self._drawn = limited_markdown(self.text)
         self._markdown = ReplyMarkdown(self._drawn)
 
     # Create the next two widgets on first use. Most replies need neither, and creating them would make
@@ -237,7 +211,7 @@ class ReplyMessage(MessageWidget):
     @cached_property
     def thoughts(self) -> Thoughts:
         """The widget for the reasoning. It is part of the screen only if there is reasoning."""
-        return Thoughts(self._thought_seconds)
+        return Thoughts(self._entry.thought_seconds)
 
     @cached_property
     def _end(self) -> Static:
@@ -299,17 +273,14 @@ class ReplyMessage(MessageWidget):
             self._refresh_thoughts()
         self._markdown.append(added)
 
-    async def finish(
-        self, text: str, reasoning: str, reply: Reply | None, versions: str = "", ended_early: str = ""
-    ) -> None:
+    async def finish(self, entry: ChatEntry, versions: str) -> None:
         """Mark the reply as finished and show its final text. See `__init__` for the arguments."""
-        self._ended_early = ended_early
-        self.reply, self.reasoning, self._versions = reply, reasoning, _versions_line(versions)
-        self._calls_tools = reply is not None and bool(reply.tool_calls)
+        self._entry, self._versions = entry, _versions_line(versions)
+        self.reasoning = entry.reasoning
         await self._mount_thoughts()
         self.writing = False
         # Reparse the whole text, because a link can be defined after its use.
-        self.text, self._drawn = text, limited_markdown(text)
+        self.text, self._drawn = entry.content, limited_markdown(entry.content)
         self._markdown.colours = self._colours()
         self._markdown.replace(self._drawn)
         self._refresh_views()
@@ -374,7 +345,7 @@ class ReplyMessage(MessageWidget):
             self._refresh_thoughts()
             self._show_end(self._closing_line(coloured))
             # Tool calls are shown below the reply, so hide the reply itself if it contains nothing else.
-            self.display = bool(self.text or self.reasoning or not self._calls_tools)
+            self.display = bool(self.text or self.reasoning or not self._entry.message.tool_calls)
 
     def _show_end(self, line: Content) -> None:
         if line and not self._end.is_attached:
@@ -385,14 +356,15 @@ class ReplyMessage(MessageWidget):
 
     @property
     def _lacks_answer(self) -> bool:
-        return bool(self.reasoning) and not self.text and not self._calls_tools
+        return bool(self.reasoning) and not self.text and not self._entry.message.tool_calls
 
     def _hidden_note(self) -> str:
         hidden = len(self.text) - len(self._drawn)
         return hidden_note(hidden, _COPY_REPLY) if hidden else ""
 
     def _closing_line(self, coloured: bool) -> Content:
-        ending = _ENDINGS.get(self._ended_early, "ended without an answer" if self._lacks_answer else "")
+        ended_early = self._entry.message.ended_early
+        ending = _ENDINGS.get(ended_early, "ended without an answer" if self._lacks_answer else "")
         if not coloured:
             return Content("\n".join(filter(None, (self._hidden_note(), ending, self._versions))))
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
@@ -409,7 +381,8 @@ class ReplyMessage(MessageWidget):
 
     def _guessers(self) -> str:
         """Return the source of the draft tokens in parentheses, or an empty string if there were none."""
-        effective = "none" if self.reply is None else self.reply.method.effective
+        reply = self._entry.reply
+        effective = "none" if reply is None else reply.method.effective
         return "" if effective == "none" else f" ({sources_text(effective)})"
 
 

@@ -35,10 +35,8 @@ from edgespec.tui.input_syntax import (
     reference,
 )
 from edgespec.tui.texts import sentences
-from edgespec.tui.widgets.files import FileChips, PathList
+from edgespec.tui.widgets.files import FileChips, PathList, dropped
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text
-
-__all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages", "references_to"]
 
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
 """The undo keys, which are those of common shells, because Ctrl+Z suspends the program. Most terminals send
@@ -211,7 +209,7 @@ class PromptInput(TextArea):
         elif not event.text:
             # Terminals paste empty text if the clipboard contains an image.
             self.action_paste_image()
-        elif paths := await self._paths.dropped(event.text):
+        elif paths := await dropped(event.text):
             self._insert_references(paths)
             event.stop()
             event.prevent_default()

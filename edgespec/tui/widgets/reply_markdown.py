@@ -24,8 +24,6 @@ from textual.widget import Widget
 
 from edgespec.tui.widgets.markdown_blocks import Block, CodeBlock, Row, gap_row, read_markdown
 
-__all__ = ["GUESSED_STYLE", "OWN_STYLE", "OriginColours", "ReplyMarkdown"]
-
 GUESSED_STYLE, OWN_STYLE = "$success", "$warning"
 """Styles of words from accepted draft tokens, and of words from the model itself."""
 _COPY_MARK = " copy "

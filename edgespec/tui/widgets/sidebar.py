@@ -22,8 +22,6 @@ from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import FORK_SUFFIX
 from edgespec.tui.widgets.prompt import UNDO_KEYS
 
-__all__ = ["Sidebar", "chat_list_hint"]
-
 # Number of rows per chat: one for the title, and one for the age or the matching line.
 _CHAT_ROWS = 2
 _NO_CHATS = "No saved chats yet. Each message is saved when you send it."

@@ -39,8 +39,6 @@ from edgespec.tui.widgets.messages import (
 if TYPE_CHECKING:
     from textual.layout import DockArrangeResult
 
-__all__ = ["Transcript"]
-
 # Height in rows of the line that shows how many older messages there are. The user scrolls past this line.
 _MORE_ROWS = 2
 # Maximum number of notes and panels. Older ones are removed, and the next message removes them all.
@@ -321,7 +319,7 @@ class Transcript(VerticalScroll):
             reply = last
             self.anchor()
         else:
-            reply = ReplyMessage(origin=self.origin)
+            reply = ReplyMessage(None, origin=self.origin)
             await self.add(reply)
         reply.begin()
         return reply
@@ -398,10 +396,27 @@ class Transcript(VerticalScroll):
         self._collection.reset()
 
     def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
-        """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1)."""
+        """Return the index at which a page from `start` ends, so that its messages just fill the view.
+
+        Args:
+            start: The index at which the page starts.
+            step: 1 for a page of messages from `start` on, -1 for one of messages before `start`.
+            most: Maximum number of messages in the page.
+        """
         # The transcript has no size before its first layout, and while the list of chats covers it.
-        view = Size(self.size.width or self.app.size.width, self.app.size.height)
-        return _page_end(self._chat.entries, start, step, view, most)
+        width = max(1, self.size.width or self.app.size.width)
+        entries = self._chat.entries
+        place, seconds, rows = start, 0.0, 0
+        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
+            content = entries[min(place, following)].content
+            seconds += drawing_seconds(content)
+            if place != start and (seconds > _PAGE_SECONDS or rows >= self.app.size.height):
+                break
+            rows += _OTHER_ROWS + sum(
+                1 + len(line) // (2 * width) for line in content.splitlines() if line.strip()
+            )
+            place = following
+        return place
 
     def _pages(self, start: int, step: int) -> int:
         """Return the index at which `_MAX_PAGES` pages from `start` end. See `_page`."""
@@ -410,7 +425,9 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        return _message_widgets(self._chat.tree, start, end, origin=self.origin)
+        """Create the widgets for messages `start` (inclusive) to `end` (exclusive) of the current branch."""
+        tree = self._chat.tree
+        return [_widget(tree, place, self.origin) for place in tree.path[start:end]]
 
     def _refresh_more(self) -> None:
         earlier, later = self._first, len(self._chat.tree.path) - self._end
@@ -429,46 +446,6 @@ def _more(name: str) -> Static:
     return more
 
 
-def _page_end(
-    entries: Sequence[ChatEntry], start: int, step: int, view: Size, most: int = _PAGE_MESSAGES
-) -> int:
-    """Return the index at which a page ends, so that its messages just fill the view.
-
-    Args:
-        entries: The messages of the current branch.
-        start: The index at which the page starts.
-        step: 1 for a page of messages from `start` on, -1 for one of messages before `start`.
-        view: Width and height of the view in cells.
-        most: Maximum number of messages in the page.
-    """
-    place, seconds, rows = start, 0.0, 0
-    width = max(1, view.width)
-    while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
-        content = entries[min(place, following)].content
-        seconds += drawing_seconds(content)
-        if place != start and (seconds > _PAGE_SECONDS or rows >= view.height):
-            break
-        rows += _OTHER_ROWS + sum(
-            1 + len(line) // (2 * width) for line in content.splitlines() if line.strip()
-        )
-        place = following
-    return place
-
-
-def _message_widgets(
-    tree: MessageTree[ChatEntry], start: int, end: int, *, origin: bool
-) -> list[MessageWidget]:
-    """Create the widgets for messages `start` (inclusive) to `end` (exclusive) of the current branch.
-
-    Args:
-        tree: The messages of the chat.
-        start: The index of the first message in the branch.
-        end: The index after the last message.
-        origin: Whether replies are coloured by the origin of their tokens.
-    """
-    return [_widget(tree, place, origin) for place in tree.path[start:end]]
-
-
 def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWidget:
     entry, versions = tree.messages[place], version_label(tree, place)
     widget: MessageWidget
@@ -481,17 +458,7 @@ def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWi
     elif entry.role == "system":
         widget = SystemMessage(entry.content)
     else:
-        widget = ReplyMessage(
-            entry.content,
-            reasoning=entry.reasoning,
-            thought_seconds=entry.thought_seconds,
-            chunks=entry.chunks,
-            reply=entry.reply,
-            calls_tools=bool(entry.message.tool_calls),
-            origin=origin,
-            versions=versions,
-            ended_early=entry.message.ended_early,
-        )
+        widget = ReplyMessage(entry, versions, origin=origin)
     widget.place = place
     return widget
 
