@@ -20,6 +20,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.auto.constants import MAX_PROB_SUM
 from edgespec.methods.auto.drafter_stats import DrafterStats
+from edgespec.methods.auto.explanation import UnusedDrafter
 from edgespec.methods.auto.model_selection import ModelSelector, RoundEstimate
 from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft
 from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
@@ -182,6 +183,24 @@ class CombinedDrafter(Drafter):
         Measured before the first draft. Unmeasured durations are 0.
         """
         return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
+
+    def unused_models(self, used: Container[str], target_step_seconds: float) -> tuple[UnusedDrafter, ...]:
+        """Describe the drafters that run a model, except for those in `used`.
+
+        Args:
+            used: Names of drafters.
+            target_step_seconds: Duration of a single-token target pass.
+        """
+        return tuple(
+            UnusedDrafter(
+                name,
+                (stats.acceptance.level_seconds or stats.drafter.pass_seconds) / target_step_seconds,
+                stats.acceptance.reach_probs(1)[0] if stats.is_measured else None,
+                self._selector.expected_speed_up(stats),
+            )
+            for name, stats in self._models.items()
+            if name not in used
+        )
 
     def select_text_kind(self, kind: str) -> None:
         for stats in self._stats:

@@ -389,6 +389,7 @@ class AutoController(Drafter):
             tuple(self._contributors) if loss_tracker.credit_seconds > 0.0 or drafts_often else (),
             status.reason,
             status.chat_reason,
+            self._drafter.unused_models(self._contributors, step_seconds),
         )
 
     def note(self) -> str:

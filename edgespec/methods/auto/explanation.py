@@ -8,7 +8,23 @@ from typing import NamedTuple
 from edgespec.methods.auto.constants import FAST_TARGET_SECONDS
 from edgespec.options.methods import CHAT, TERMS, Wording
 
-__all__ = ["ControllerReport", "DraftingStatus"]
+__all__ = ["ControllerReport", "DraftingStatus", "UnusedDrafter"]
+
+
+class UnusedDrafter(NamedTuple):
+    """A drafter that is loaded and runs a model, but has drafted nothing in a reply.
+
+    Attributes:
+        name: Name of the drafter, such as "model".
+        token_cost: Time to draft a token, relative to a single-token target pass. 0 if unknown.
+        acceptance_rate: Share of its drafts' first tokens that were accepted. None if not measured.
+        speed_up: Expected speed with this drafter alone, relative to plain decoding. None if not measured.
+    """
+
+    name: str
+    token_cost: float
+    acceptance_rate: float | None
+    speed_up: float | None
 
 
 class ControllerReport(NamedTuple):
@@ -22,6 +38,7 @@ class ControllerReport(NamedTuple):
         drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
         reason: A clause that says why drafts are or are not used.
         chat_reason: The same clause in simpler terms, for the chat.
+        unused: The drafters that run a model but have drafted nothing in this reply.
     """
 
     target_step_seconds: float
@@ -32,6 +49,7 @@ class ControllerReport(NamedTuple):
     drafters: tuple[str, ...]
     reason: str
     chat_reason: str
+    unused: tuple[UnusedDrafter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
