@@ -210,6 +210,15 @@ class MemoryPlan:
         """Return how many bytes of a memory pool the plan leaves free. Negative if the pool is too small."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
 
+    def has_room_for_context(self, tokens: int) -> bool:
+        """Return whether a context of `tokens` fits too, if all caches grow in proportion to the context."""
+        growth = max(0.0, tokens / self.context_tokens - 1)
+        return all(
+            growth * sum(item.bytes for item in self.items if (item.kind, item.pool) == ("cache", pool))
+            <= self.free_bytes(pool)
+            for pool in self.pools
+        )
+
     @property
     def total_bytes(self) -> int:
         """Total memory that the plan needs, in bytes."""
