@@ -26,6 +26,7 @@ from edgespec.tui.numbers import count, rate, seconds_text
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.preferences import Preferences, preferences_path
+from edgespec.tui.repetition import REPETITION_NOTE
 from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import (
     drafting_explanation,
@@ -289,7 +290,9 @@ class PlainChat:
                 self.archive.withdraw_now(chat, self.runtime.target.name)
         if reply is not None:
             self.stats, self.method = reply.stats, reply.method
-            if reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:
+            if state is not None and state.is_repetitive:
+                self.console.note(REPETITION_NOTE)
+            elif reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:
                 self.console.note("Stopped. Type /continue to finish the reply.")
             elif reply.finish_reason == "length":
                 self.console.note("The reply reached its maximum length. Type /continue to extend it.")

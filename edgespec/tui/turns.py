@@ -18,6 +18,7 @@ from edgespec.tui.archive import REFUSALS
 from edgespec.tui.background import in_thread
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
+from edgespec.tui.repetition import REPETITION_NOTE
 from edgespec.tui.settings import remove_unsupported_method
 from edgespec.tui.texts import notices, sentences, takeover_note, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
@@ -366,15 +367,17 @@ class TurnScreen(ChatView):
         entry.thought_seconds = reply.thoughts.seconds
         if ended is not None:
             await transcript.prune()
-            await self._report_ending(ended, turn)
+            await self._report_ending(ended, turn, is_repetitive=state is not None and state.is_repetitive)
         await self.save()
         is_free = not (self._after_reply or self._leaving or self.holds_waiting)
         if ended is not None and entry.message.tool_calls and is_free:
             self.tool_use.begin(entry.message.tool_calls)
 
-    async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
+    async def _report_ending(self, ended: Reply, turn: RunningTurn, *, is_repetitive: bool) -> None:
         """Tell the user if a reply was already complete, was slowed down, or can be continued."""
-        if ended.finish_reason == "cancelled":
+        if is_repetitive:
+            await self.transcript.note(REPETITION_NOTE)
+        elif ended.finish_reason == "cancelled":
             if not self._leaving and not self._after_reply:
                 self.say("Stopped. Type /continue to finish the reply.")
         elif turn.continued is not None and not ended.text:

@@ -23,9 +23,9 @@ from edgespec.tui.chat_view import ChatView
 from edgespec.tui.widgets.messages import ReplyMessage
 from tests.cases import first
 from tests.tui.driving import driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, as_runtime, loading
 
-SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+SLOW = Script(text=LONG_TEXT, pause_seconds=0.005)
 
 
 async def test_loading_shows_progress(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_a_reply_stopped_while_the_processor_is_busy_can_be_continued(tmp_path: Path) -> None:
-    busy = Script("word " * 2000, pause_seconds=0.005, busy_passes=5000)
+    busy = Script(LONG_TEXT, pause_seconds=0.005, busy_passes=5000)
     async with driving(loading(ScriptedRuntime([busy])), tmp_path, size=(100, 30)) as d:
         await d.send("one")
         await d.sees("word word")
