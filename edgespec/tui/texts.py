@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
-from edgespec.options.methods import limit_text, methods, sources_text
+from edgespec.options.methods import methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import (
@@ -557,9 +557,22 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def _memory(runtime: ChatModel) -> str:
-    """Return the memory in use and, if there is a memory plan, the planned maximum."""
+    """Return the memory in use and, if there is a memory plan, the planned maximum.
+
+    Both name the cached chats, which the plan does not count, because they are dropped when memory is low.
+    """
+    cached_bytes, plan = runtime.memory().prefix_cache.memory_bytes, runtime.plan
     used = f"{format_bytes(runtime.memory_bytes())} in use"
-    return used if runtime.plan is None else f"{used}, up to {format_bytes(runtime.plan.total_bytes)} planned"
+    if cached_bytes:
+        used += f", of which {format_bytes(cached_bytes)} for cached chats"
+    if plan is None:
+        return used
+    planned = [f"up to {format_bytes(plan.planned_bytes('memory'))}"]
+    if plan.prefix_cache_bytes:
+        planned.append(f"up to {format_bytes(plan.prefix_cache_bytes)} more for cached chats")
+    if "gpu" in plan.pools:
+        planned.append(f"up to {format_bytes(plan.planned_bytes('gpu'))} on the GPU")
+    return f"{used}; planned: {', '.join(planned)}"
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
@@ -595,11 +608,18 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         (
             "planned" if pool == "memory" else "planned on the GPU",
             f"up to {format_bytes(plan.planned_bytes(pool))}"
-            + (f" of {format_bytes(plan.budget_bytes(pool))}" if pool != "memory" else ""),
+            + (
+                f" of {format_bytes(plan.budget_bytes(pool))}"
+                if pool != "memory"
+                else ", without cached chats"
+            ),
         )
         for pool in plan.pools
     ]
-    limit = in_chat(limit_text(plan.budget.source))
+    source = plan.budget.source
+    limit = in_chat(source.replace("--memory", "the limit that you have set"))
+    if source.startswith("--memory"):
+        limit += "; to change it, type /set memory and a size"
     rows.append(("memory limit", f"{format_bytes(plan.budget.bytes)}: {limit}"))
     rows += [
         (
