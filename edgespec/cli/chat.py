@@ -105,6 +105,8 @@ def command(
     """
     are_remembered, changed, fallback_note = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:
+    if resume is not None:
+        _check_saved(resume)
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
@@ -268,6 +270,24 @@ def _choose_models(
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:
     """Return the models of a saved chat, or None if there is no such chat."""
+def _check_saved(wanted: str) -> None:
+    """Raise ChatFileError if there is no saved chat with this ID or title.
+
+    If there are no chats yet, `last` opens a new one.
+    """
+    from edgespec.chat.store import ChatStore, find_chat
+    from edgespec.cli.chats import chat_not_found
+    from edgespec.errors import ChatFileError
+
+    try:
+        chats = ChatStore().list()
+    except ChatFileError:
+        # The chat reports this error, which does not prevent a conversation.
+        return
+    if wanted != "last" and find_chat(chats, wanted) is None:
+        raise chat_not_found(chats, wanted)
+
+
     from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 
