@@ -98,15 +98,17 @@ def command(
     The chat is saved continuously, so nothing is lost if it is interrupted. --resume reopens the last chat,
     and /continue finishes an interrupted reply.
 
-    `edgespec chat MODEL` is short for `edgespec chat --target MODEL`. If you name no model, a saved chat
-    opens with its own models. A new chat opens with the default that you chose in the list of models (F9), or
-    else with the models that you used last. The first chat uses SmolLM2, a small model that `scripts/setup`
-    installs, or a tiny demo model if that is missing.
+    `edgespec chat MODEL` is short for `edgespec chat --target MODEL`, and so is `edgespec run MODEL`. With a
+    prompt, `edgespec run MODEL PROMPT` prints one reply and exits, like `edgespec generate`.
+
+    If you name no model, a saved chat opens with its own models. A new chat opens with the default that you
+    chose in the list of models (F9), or else with the models that you used last. The first chat uses SmolLM2,
+    a small model that `scripts/setup` installs, or a tiny demo model if that is missing.
     """
-    are_remembered, changed, fallback_note = _choose_models(ctx, options, model, resume)
-    if sys.stdin is None:
     if resume is not None:
         _check_saved(resume)
+    are_remembered, changed, fallback_note = _choose_models(ctx, options, model, resume)
+    if sys.stdin is None:
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
@@ -268,8 +270,6 @@ def _choose_models(
     return _Choice(True, changed, missing_files_text(wanted, models))
 
 
-def _models_of_chat(wanted: str) -> ModelReferences | None:
-    """Return the models of a saved chat, or None if there is no such chat."""
 def _check_saved(wanted: str) -> None:
     """Raise ChatFileError if there is no saved chat with this ID or title.
 
@@ -288,6 +288,8 @@ def _check_saved(wanted: str) -> None:
         raise chat_not_found(chats, wanted)
 
 
+def _models_of_chat(wanted: str) -> ModelReferences | None:
+    """Return the models of a saved chat, or None if there is no such chat."""
     from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 

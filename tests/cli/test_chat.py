@@ -214,6 +214,8 @@ def test_a_chat_that_does_not_exist_is_an_error_that_names_similar_ones(
 def test_a_model_can_be_named_without_an_option(run: Run, opened: Opened, command: str) -> None:
     assert run(command, "8b-q4").exit_code == 0
     assert opened.options["models"].target == "8b-q4"
+    assert run(command, "8b-q4", "--no-mouse", "-n", "40").exit_code == 0
+    assert opened.options["settings"]["max_tokens"] == 40
     assert run(command, "8b-q4", "--target", "1b-q4").exit_code == 2
 
 
