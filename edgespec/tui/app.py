@@ -39,7 +39,7 @@ from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.terminal_input import guard_input
-from edgespec.tui.texts import notices, rounding_warning, sentences, switched_note
+from edgespec.tui.texts import notices, rounding_warning, sentences, still_used_note, switched_note
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.files import dropped
@@ -353,9 +353,6 @@ class ChatApp(App[None]):
                 self._fallback_note = ""
             if not self._fallback_note:
                 self.preferences.remember(chat.models, self._preferences_path)
-        else:
-            # The open chat may have named the model that was not loaded.
-            chat.current_chat.models = chat.models
         self._leaving = False
         loading = self._loading
         await self.pop_screen()
@@ -368,7 +365,7 @@ class ChatApp(App[None]):
             messages = []
         # Insert what was typed before the next keys reach the prompt.
         chat.prompt.insert(loading.take_typed().rstrip("\n"))
-        await chat.use_runtime(switched.runtime)
+        await chat.use_runtime(switched.runtime, is_saved=switched.failure is None)
         chat.holds_waiting = chat.is_leaving
         chat.call_later(chat.send_typed, messages)
         if switched.failure is None:
@@ -377,7 +374,8 @@ class ChatApp(App[None]):
             await chat.transcript.note(f"{note} {warning}".rstrip())
         else:
             await chat.show_error(switched.failure)
-            await chat.transcript.note(f"This chat still uses {switched.runtime.target.name}.")
+            own, name = chat.current_chat.models, switched.runtime.target.name
+            await chat.transcript.note(still_used_note(name, chat.models, own))
         if chosen.note:
             await chat.transcript.note(chosen.note)
 

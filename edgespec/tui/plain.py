@@ -213,15 +213,22 @@ class PlainChat:
             self.console.note("This reply was stopped. Type /continue to finish it.")
         return saved
 
-    def use_runtime(self, runtime: ChatModel) -> None:
-        """Continue the chat with another model. Remove settings that the model does not support."""
+    def use_runtime(self, runtime: ChatModel, *, is_saved: bool = True) -> None:
+        """Continue the chat with another model. Remove settings that the model does not support.
+
+        Args:
+            runtime: The loaded models.
+            is_saved: Whether to save that the chat uses them. If not, a saved chat keeps its own models,
+                which could not be loaded now, until the next reply.
+        """
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
         if runtime.target.path not in self.model_paths:
             self.model_paths.append(runtime.target.path)
         self.stats, self.method = None, runtime.method
         # New chats begin with `first_settings`.
         self.remove_unsupported_method(self.first_settings, self.current_chat.settings)
-        self.save()
+        if is_saved:
+            self.save()
 
     def remove_unsupported_method(self, *chat_settings: dict[str, Setting]) -> None:
         """Remove the setting `method` where the model does not support its value, and say so."""

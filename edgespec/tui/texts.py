@@ -57,6 +57,7 @@ __all__ = [
     "show_rows",
     "speed_up_short",
     "speed_up_text",
+    "still_used_note",
     "switched_note",
     "takeover_note",
     "welcome_line",
@@ -409,6 +410,22 @@ def switched_note(
         values.append(f"for this model, {' and '.join(dropped)} went back to the default")
     new = [text for text in _notices(target) if text not in _notices(before)]
     return sentences(*values, *new)
+
+
+def still_used_note(name: str, loaded: ModelReferences, own: ModelReferences) -> str:
+    """Return a note on which model a chat uses after another one could not be loaded.
+
+    Args:
+        name: The name of the loaded model.
+        loaded: The references to the loaded models.
+        own: The references to the models of the chat. A chat without replies has none.
+    """
+    if own.target in ("", loaded.target):
+        return f"This chat still uses {name}."
+    return (
+        f"For now, this chat uses {name}. If you send a message, the chat keeps using it. Otherwise, it opens"
+        f" with {own.target} the next time."
+    )
 
 
 def sharing_note(runtime: ChatModel) -> str:

@@ -87,8 +87,14 @@ class TurnScreen(ChatView):
             # The waiting messages were written for the previous chat, so put them back into the input.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
-    async def use_runtime(self, runtime: ChatModel) -> None:
-        """Continue the current chat with another model. Remove settings that the model does not support."""
+    async def use_runtime(self, runtime: ChatModel, *, is_saved: bool = True) -> None:
+        """Continue the current chat with another model. Remove settings that the model does not support.
+
+        Args:
+            runtime: The loaded models.
+            is_saved: Whether to save that the chat uses them. If not, a saved chat keeps its own models,
+                which could not be loaded now, until the next reply.
+        """
         self.runtime = runtime
         if runtime.target.path not in self.model_paths:
             self.model_paths.append(runtime.target.path)
@@ -100,7 +106,8 @@ class TurnScreen(ChatView):
         await self._show_current_chat()
         if why_removed:
             await self.transcript.note(sentences("The setting method was removed", why_removed))
-        await self.save()
+        if is_saved:
+            await self.save()
 
     def load_model(
         self,

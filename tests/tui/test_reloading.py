@@ -63,8 +63,8 @@ async def test_a_command_that_waited_for_the_model_keeps_the_options_before_it(t
     async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
         switch = d.chat.use_runtime
 
-        async def and_send(runtime: Any) -> None:
-            await switch(runtime)
+        async def and_send(runtime: Any, **options: Any) -> None:
+            await switch(runtime, **options)
             d.chat.use_runtime = switch  # type: ignore[method-assign]
             await d.chat.send_text("/draft demo-draft")
 
