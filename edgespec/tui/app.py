@@ -31,6 +31,7 @@ from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.commands import table
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
 from edgespec.tui.model_choice import LoadOptions, chooses_draft, load_chosen, references_after
@@ -492,6 +493,19 @@ class ChatApp(App[None]):
         await self.action_quit()
 
 
+def _promise(texts: Sequence[str]) -> str:
+    """Say what will be done with the messages and commands that the user has entered during loading."""
+    are_commands = [table.read(text) is not None for text in texts]
+    one_by_one = " one after the other" if len(texts) > 1 else ""
+    if all(are_commands):
+        what = "These commands will run" if one_by_one else "This command will run"
+    elif any(are_commands):
+        what = "These messages and commands will be handled"
+    else:
+        what = "These messages will be sent" if one_by_one else "This message will be sent"
+    return f"{what}{one_by_one} as soon as the model is loaded."
+
+
 @contextmanager
 def quick_screen() -> Iterator[None]:
     """Reduce UI delays caused by Python's thread switching and garbage collection."""
@@ -593,9 +607,7 @@ class LoadingScreen(Screen[None]):
 
     def _show_typed(self) -> None:
         """Show the end of the typed text, so that the user sees that it is not lost."""
-        many = len(self.waiting.texts) > 1
-        subject = "These messages will be sent one after the other" if many else "This message will be sent"
-        self._promise.update(Content.styled(f"{subject} as soon as the model is loaded.", "$muted"))
+        self._promise.update(Content.styled(_promise(self.waiting.texts), "$muted"))
         self._promise.display = bool(self.waiting.texts)
         shown = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]
         self._shown_text.update(Content("\n".join(shown)[-_SHOWN_CHARACTERS:]))

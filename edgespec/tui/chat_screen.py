@@ -96,7 +96,12 @@ class ChatScreen(TurnScreen):
             return
         typed = table.read(text)
         if typed is not None and self.editing is None:
-            await self._run_command(typed, text)
+            if self.holds_waiting and not self.is_leaving:
+                # Another model is being loaded. A command waits too, because it may depend on the model or
+                # load yet another one.
+                self.waiting.add(text)
+            else:
+                await self._run_command(typed, text)
             return
         self.history.add(text)
         if self.editing is None and (self.writing or self.waiting.texts or self.holds_waiting):

@@ -230,6 +230,26 @@ async def test_what_is_sent_before_the_loading_screen_waits_for_the_model(tmp_pa
         assert len(new.asked) == 2
 
 
+async def test_a_command_that_is_sent_before_the_loading_screen_waits_for_the_model(tmp_path: Path) -> None:
+    loaded: list[str] = []
+
+    def load_other(reference: str) -> Load:
+        loaded.append(reference)
+        return loading(ScriptedRuntime(target=facts(reference)))
+
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
+        d.chat.load_model("demo-mlx")
+        await d.chat.send_text("/set seed 7")
+        await d.chat.send_text("/model demo-draft")
+        assert d.chat.waiting.texts == ["/set seed 7", "/model demo-draft"]
+        assert d.chat.current_chat.settings == {}
+        await until(d.pilot, lambda: d.chat.runtime.target.name == "demo-draft", "the second model")
+        await d.settled()
+        assert loaded == ["demo-mlx", "demo-draft"]
+        assert d.chat.current_chat.settings == {"seed": 7}
+        assert not d.chat.waiting.texts
+
+
 async def test_files_that_are_read_during_a_switch_are_sent_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

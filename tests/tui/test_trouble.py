@@ -75,10 +75,11 @@ async def test_every_message_typed_while_loading_is_sent_in_order(tmp_path: Path
     async with driving(loading(runtime, gate=gate), tmp_path, wait=False) as d:
         await d.write("/set seed 7")
         await d.press("enter")
+        await d.sees("This command will run as soon as the model is loaded.")
         await d.write("one")
         await d.press("enter")
         await d.sees("Waiting  one")
-        await d.sees("These messages will be sent one after the other")
+        await d.sees("These messages and commands will be handled")
         await d.write('"""two')
         await d.press("enter")
         await d.write('lines"""')
