@@ -173,6 +173,8 @@ class ContextFullError(EdgespecError):
         prompt_tokens: Number of tokens in the prompt, or a lower bound if the exact number is unknown. None
             if the error is not about a prompt.
         context_tokens: Number of tokens that the context holds. None if the error is not about a prompt.
+        wanted_tokens: A context size that would hold the prompt and a reply, which `next_step` suggests. None
+            if it suggests none.
     """
 
     code = "context_length_exceeded"
@@ -185,10 +187,12 @@ class ContextFullError(EdgespecError):
         code: str = "",
         prompt_tokens: int | None = None,
         context_tokens: int | None = None,
+        wanted_tokens: int | None = None,
     ) -> None:
         super().__init__(what, next_step, code=code)
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
+        self.wanted_tokens = wanted_tokens
 
 
 class TemplateError(EdgespecError):

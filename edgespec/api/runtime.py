@@ -38,7 +38,7 @@ from edgespec.decode.request import (
 )
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
-from edgespec.errors import CapabilityError, ClosedError, OptionError
+from edgespec.errors import CapabilityError, ClosedError, ContextFullError, OptionError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, resident_bytes
 from edgespec.memory.plan import MemoryPlan, MemoryUse
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
@@ -296,6 +296,27 @@ class Runtime(Replies[ReplyStream]):
         return ReplyRequest(prompt, settings, progress, tuple(processors), on_end)
 
     def submit(self, request: ReplyRequest) -> ReplyStream:
+        try:
+            return self._submit(request)
+        except ContextFullError as error:
+            if error.wanted_tokens is not None:
+                advice = self._context_advice(error.prompt_tokens or 0, error.wanted_tokens)
+                first, _, _ = error.next_step.partition(f" or use --context {error.wanted_tokens}")
+                error.next_step = (first if advice.startswith(" or") else first.rstrip(",")) + advice
+                error.args = (f"{error.what}; {error.next_step}",)
+            raise
+
+    def _context_advice(self, prompt_tokens: int, wanted_tokens: int) -> str:
+        """Return the end of the advice for a prompt that does not fit: the context to use instead, if any."""
+        trained = self._target.facts.trained_context_tokens
+        if 0 < trained <= prompt_tokens:
+            return f"; the model was trained for at most {trained:,} tokens"
+        tokens = min(wanted_tokens, trained or wanted_tokens)
+        if self.plan is not None and not self.plan.has_room_for_context(tokens):
+            return f", or raise --memory and use --context {tokens}"
+        return f" or use --context {tokens}"
+
+    def _submit(self, request: ReplyRequest) -> ReplyStream:
         match request.prompt:
             case TextPrompt() as prompt:
                 return self._stream_text(request, prompt)

@@ -352,12 +352,14 @@ class PromptBuilder:
         if len(prompt.tokens) >= context_tokens:
             shortened = "shorten it or use fewer tools," if settings.tools else "shorten it"
             others = _others(bool(first_turn), bool(settings.tools))
+            wanted_tokens = (len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256
             raise ContextFullError(
                 f"the message{others} has {len(prompt.tokens):,} tokens, but the context holds only"
                 f" {context_tokens:,}",
-                f"{shortened} or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
+                f"{shortened} or use --context {wanted_tokens}",
                 prompt_tokens=len(prompt.tokens),
                 context_tokens=context_tokens,
+                wanted_tokens=wanted_tokens,
             )
         return prompt
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +23,12 @@ from edgespec.system.files import (
     write_private_file,
 )
 
-__all__ = ["ChatStore", "FoundChat", "StoredChat", "find_chat", "search"]
+__all__ = ["ChatStore", "FoundChat", "StoredChat", "closest_chats", "find_chat", "search"]
+
+# Maximum number of chats to suggest for a title that does not exist, and the least similarity of their words,
+# from 0 to 1. The values were chosen.
+_MAX_SIMILAR = 3
+_MIN_SIMILARITY = 0.7
 
 # Timeout in seconds for acquiring the lock while another program is saving a chat.
 _LOCK_SECONDS = 5.0
@@ -341,6 +347,20 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
     words = wanted.casefold()
     same_id = next((chat for chat in chats if chat.id == wanted), None)
     return same_id or next((chat for chat in chats if words in chat.title.casefold()), None)
+
+
+def closest_chats(chats: Sequence[StoredChat], wanted: str) -> list[StoredChat]:
+    """Return the chats whose titles are most similar to `wanted`, at most three, the most similar first."""
+    words = wanted.casefold().split()
+    scores = {}
+    for chat in chats:
+        title = chat.title.casefold().split()
+        best = (
+            max((SequenceMatcher(None, word, each).ratio() for each in title), default=0.0) for word in words
+        )
+        scores[chat.id] = sum(best) / max(1, len(words))
+    similar = [chat for chat in chats if not chat.problem and scores[chat.id] >= _MIN_SIMILARITY]
+    return sorted(similar, key=lambda chat: -scores[chat.id])[:_MAX_SIMILAR]
 
 
 def _best_line(chat: StoredChat, words: Sequence[str]) -> str:

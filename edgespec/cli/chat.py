@@ -98,11 +98,15 @@ def command(
     The chat is saved continuously, so nothing is lost if it is interrupted. --resume reopens the last chat,
     and /continue finishes an interrupted reply.
 
-    `edgespec chat MODEL` is short for `edgespec chat --target MODEL`. If you name no model, a saved chat
-    opens with its own models. A new chat opens with the default that you chose in the list of models (F9), or
-    else with the models that you used last. The first chat uses SmolLM2, a small model that `scripts/setup`
-    installs, or a tiny demo model if that is missing.
+    `edgespec chat MODEL` is short for `edgespec chat --target MODEL`, and so is `edgespec run MODEL`. With a
+    prompt, `edgespec run MODEL PROMPT` prints one reply and exits, like `edgespec generate`.
+
+    If you name no model, a saved chat opens with its own models. A new chat opens with the default that you
+    chose in the list of models (F9), or else with the models that you used last. The first chat uses SmolLM2,
+    a small model that `scripts/setup` installs, or a tiny demo model if that is missing.
     """
+    if resume is not None:
+        _check_saved(resume)
     are_remembered, changed, fallback_note = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
@@ -264,6 +268,24 @@ def _choose_models(
     options["draft"] = models.draft or options["draft"]
     changed = {name: value for name, value in load_options_of(models).items() if name != "draft"}
     return _Choice(True, changed, missing_files_text(wanted, models))
+
+
+def _check_saved(wanted: str) -> None:
+    """Raise ChatFileError if there is no saved chat with this ID or title.
+
+    If there are no chats yet, `last` opens a new one.
+    """
+    from edgespec.chat.store import ChatStore, find_chat
+    from edgespec.cli.chats import chat_not_found
+    from edgespec.errors import ChatFileError
+
+    try:
+        chats = ChatStore().list()
+    except ChatFileError:
+        # The chat reports this error, which does not prevent a conversation.
+        return
+    if wanted != "last" and find_chat(chats, wanted) is None:
+        raise chat_not_found(chats, wanted)
 
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:

@@ -18,7 +18,7 @@ from edgespec.errors import ChatFileError, OptionError
 if TYPE_CHECKING:
     from edgespec.chat.store import ChatStore, FoundChat, StoredChat
 
-__all__ = ["command"]
+__all__ = ["chat_not_found", "command"]
 
 # Maximum length, in characters, of a matching line in the table that `search` prints.
 _MAX_LINE = 80
@@ -245,6 +245,21 @@ def _store() -> ChatStore:
     return ChatStore()
 
 
+def chat_not_found(chats: Sequence[StoredChat], wanted: str) -> ChatFileError:
+    """Return the error for a chat that does not exist, which names the chats with the closest titles."""
+    from edgespec.chat.store import closest_chats
+
+    if not chats:
+        what, advice = "there are no saved chats yet", "start one with `edgespec chat`"
+    elif titles := [repr(chat.title) for chat in closest_chats(chats, wanted)]:
+        advice = f"did you mean {' or '.join(titles)}? `edgespec chats list` shows all chats"
+    else:
+        advice = "choose one from `edgespec chats list`"
+    if chats:
+        what = f"there is no saved chat with the ID or title {wanted!r}"
+    return ChatFileError(what, advice, code="chat_not_found")
+
+
 def _find(store: ChatStore, wanted: str, *, only: bool = False) -> StoredChat:
     """Return the chat with this ID or title.
 
@@ -257,13 +272,7 @@ def _find(store: ChatStore, wanted: str, *, only: bool = False) -> StoredChat:
     chats = store.list()
     found = find_chat(chats, wanted)
     if found is None:
-        raise ChatFileError(
-            f"there is no saved chat with the ID or title {wanted!r}"
-            if chats
-            else "there are no saved chats yet",
-            "choose one from `edgespec chats list`" if chats else "start one with `edgespec chat`",
-            code="chat_not_found",
-        )
+        raise chat_not_found(chats, wanted)
     matching = [chat for chat in chats if wanted.casefold() in chat.title.casefold()]
     if only and wanted not in ("last", found.id) and len(matching) > 1:
         raise OptionError(

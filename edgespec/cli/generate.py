@@ -11,9 +11,11 @@ import select
 import stat
 import sys
 from contextlib import closing
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED, usage_error
 from edgespec.cli.help import HelpfulCommand
@@ -31,6 +33,7 @@ from edgespec.cli.options import (
 )
 from edgespec.cli.running import loaded
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, warn, write_text
+from edgespec.cli.settings import ignore_setting
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.system.files import format_bytes, format_rate
 from edgespec.system.stdio import decode_input
@@ -38,7 +41,7 @@ from edgespec.system.stdio import decode_input
 if TYPE_CHECKING:
     from edgespec import AttachedFile, Image, Reply, ReplyStream
 
-__all__ = ["command", "read_stdin"]
+__all__ = ["command", "read_stdin", "with_model_argument"]
 
 # Seconds to wait for the first byte from a pipe. Editors and schedulers often start programs with an open
 # pipe to which they never write.
@@ -107,6 +110,26 @@ def command(
     if as_json:
         print_json(reply.to_json())
     return INTERRUPTED if reply.finish_reason == "cancelled" else DONE
+
+
+def with_model_argument() -> click.Command:
+    """Return the command as `edgespec run MODEL PROMPT`, whose prompt can be several words, as in Ollama."""
+
+    def answer(model: str, words: tuple[str, ...], **options: Any) -> int:
+        context = click.get_current_context()
+        if context.get_parameter_source("target") is ParameterSource.COMMANDLINE:
+            raise usage_error(f"both {model!r} and --target name a model", "omit one of them", context)
+        ignore_setting(context, "target")
+        prompt = " ".join(word for word in words if word != "-")
+        given = (prompt, *(word for word in words if word == "-")) if prompt else words
+        assert command.callback is not None
+        status: int = command.callback(words=given, **{**options, "target": model})
+        return status
+
+    renamed = copy(command)
+    renamed.params = [click.Argument(["model"]), *command.params]
+    renamed.callback = answer
+    return renamed
 
 
 def _prompt_text(words: tuple[str, ...]) -> str:

@@ -49,6 +49,8 @@ class Program(HelpfulGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name == "run" and (answering := _answering_command(ctx, args[1:])) is not None:
+            return name, answering, args[1:]
         _, command, rest = super().resolve_command(ctx, [ALIASES.get(name, name), *args[1:]])
         # Return the name that the user typed, such as `run`, so that the help shows it.
         return name, command, rest
@@ -105,6 +107,30 @@ class Program(HelpfulGroup):
             _report(printable(describe(error)), error, given)
             sys.exit(exit_status(error))
         sys.exit(status if isinstance(status, int) else DONE)
+
+
+def _answering_command(ctx: click.Context, args: Sequence[str]) -> click.Command | None:
+    """Return the command for `edgespec run MODEL PROMPT`, which prints one reply as in Ollama.
+
+    Args:
+        ctx: The context of the program.
+        args: The arguments after `run`.
+
+    Returns:
+        The command, or None if there is no prompt or an option belongs to the chat only. `run` then opens a
+        chat.
+    """
+    if len([each for each in args if each == "-" or not each.startswith("-")]) < 2:
+        return None
+    from edgespec.cli.generate import with_model_argument
+
+    command = with_model_argument()
+    try:
+        # The program itself parses no options after the name of a command.
+        given, _, _ = command.make_parser(click.Context(command, ctx)).parse_args(list(args))
+    except click.UsageError:
+        return None
+    return command if given.get("words") else None
 
 
 def _report(line: str, error: BaseException, args: Sequence[str]) -> None:

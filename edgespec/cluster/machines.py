@@ -55,7 +55,7 @@ _MAX_PORT = 65535
 # The first line of a connection. `PROBE` requests only the worker's status. `LEAD` also reserves the worker:
 # after the status, the worker sends a byte every second until either side closes the connection. After
 # `MEASURE`, the worker sends its status and answers the messages of `measure_link`. `LAYERS` starts a process
-# that runs an MLX target's layers, and the connection then carries the messages of `layer_messages.py`. A
+# that runs an MLX target's layers, and the connection then carries the messages of `layer_block.py`. A
 # reserved worker accepts `LAYERS` only once.
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
 MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
 from edgespec.engine.loop import FinishReason
 from edgespec.engine.stats import Stats
+from edgespec.methods.auto.combined_drafter import UnusedDrafter
 from edgespec.model.model_facts import Exactness
 
 __all__ = ["MethodReport", "Reply", "TextChunk", "TokenLogprobs", "exactness_for"]
@@ -86,6 +87,7 @@ class MethodReport:
         loss_limits: Maximum slowdown that drafting may cause in the reply, as in `Runtime.loss_limits`. None
             if unlimited.
         chat_reason: The reason in simpler terms, for the chat. Empty if the chat can show `reason` unchanged.
+        unused: The draft models and heads that are loaded, but that `auto` did not use in the reply.
     """
 
     requested: str
@@ -96,6 +98,7 @@ class MethodReport:
     gain_uncertainty: float | None = None
     loss_limits: tuple[float, float] | None = None
     chat_reason: str = ""
+    unused: tuple[UnusedDrafter, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -121,9 +124,9 @@ class MethodReport:
         return f"{loss:.0%} ± {error:.0%}" if loss > 2.0 * error else ""
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as a JSON-compatible dict, without `chat_reason`."""
+        """Return the report as a JSON-compatible dict, without what only the chat shows."""
         values = asdict(self)
-        del values["chat_reason"]
+        del values["chat_reason"], values["unused"]
         return values
 
     @property

@@ -191,11 +191,13 @@ def check_prompt(tokens: Sequence[int], context_tokens: int, images: Sequence[Pr
     if not tokens:
         raise OptionError("the prompt is empty", "enter at least one word", code="prompt_empty")
     if len(tokens) > context_tokens:
+        wanted_tokens = len(tokens) // 256 * 256 + 512
         raise ContextFullError(
             f"the prompt has {len(tokens):,} tokens, but the context holds only {context_tokens:,}",
-            f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
+            f"shorten it or use --context {wanted_tokens}",
             prompt_tokens=len(tokens),
             context_tokens=context_tokens,
+            wanted_tokens=wanted_tokens,
         )
     if images and contains_image(tokens[-1:]):
         raise OptionError(

@@ -505,6 +505,7 @@ class Session:
                 effective="+".join(progress.drafters) or "none",
                 reason=progress.reason,
                 chat_reason=progress.chat_reason,
+                unused=progress.unused,
                 gain=None if progress.speed_up is None else progress.speed_up - 1.0,
                 gain_uncertainty=progress.uncertainty,
                 loss_limits=drafter.loss_tracker.limits,

@@ -297,7 +297,9 @@ def _plan_pair(
         advice = (
             ""
             if plan.fits_without_streaming
-            else _find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
+            else _find_advice(
+                fixed, fit, pair, options, budget, request.headroom_bytes, target.trained_context_tokens
+            )
         )
     if pair.draft and not choice.draft:
         why = f"the draft model {pair.draft.name} does not fit in memory"
@@ -450,6 +452,7 @@ def _find_advice(
     options: LoadOptions,
     budget: Budget,
     headroom_bytes: int | None = None,
+    trained_tokens: int = 0,
 ) -> str:
     """Suggest an option to change or a smaller model for a plan that does not fit in memory.
 
@@ -460,11 +463,17 @@ def _find_advice(
         options: The load options.
         budget: The memory budget.
         headroom_bytes: Additional memory to reserve, or None for the default.
+        trained_tokens: Context length that the target was trained for. 0 if unknown.
     """
     for name, text in _ADVICE.items():
         if name in fixed:
             choice, plan = fit(fixed - {name})
             if plan.fits:
+                if name == "context" and 0 < trained_tokens < choice.context_tokens:
+                    return (
+                        f"use --context {trained_tokens}, which the model was trained for (up to"
+                        f" {choice.context_tokens} fit in memory), or raise --memory"
+                    )
                 return text.format(
                     context=choice.context_tokens, gpu_layers=choice.gpu_layers, experts=choice.experts
                 )

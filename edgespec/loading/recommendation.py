@@ -86,11 +86,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The models that can run on this machine, largest first.
+    """The models that can run on this machine.
 
     Attributes:
         best: The recommended model, or None if no model can run.
-        candidates: All models that can run.
+        candidates: All models that can run, best first: those for the task before others, comfortably fast
+            ones before acceptably fast ones, each largest first, and then those that are too slow, fastest
+            first.
         machine: The measured speed of this machine.
         budget_bytes: Memory that edgespec may use, in bytes.
         why_no_draft: Why no draft model makes the recommended model faster, and which model would be faster
@@ -137,8 +139,8 @@ def recommend(
         machine = measure_machine(form, progress)
     budget = budget_for([backend_of(form.name)], arguments)
     candidates = _candidates(form, machine, budget.total_bytes)
-    ordered = tuple(sorted(candidates, key=lambda each: -each.parameters))
-    best = _best(ordered, task)
+    ordered = tuple(sorted(candidates, key=lambda each: _rank(each, task)))
+    best = ordered[0] if ordered else None
     why = "" if best is None or best.uses_draft else _why_no_draft(best, ordered, machine)
     return Recommendation(best, ordered, machine, budget.total_bytes, why)
 
@@ -269,11 +271,12 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
     return best
 
 
-def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
-    """Return the largest comfortably fast model, else the largest acceptably fast one, else the fastest."""
-    suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
-    for least in (COMFORTABLE_SPEED, ACCEPTABLE_SPEED):
-        fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]
-        if fast:
-            return max(fast, key=lambda each: (each.parameters, each.is_installed))
-    return max(suitable, key=lambda each: each.speed.fastest_tokens_per_second, default=None)
+def _rank(candidate: Candidate, task: Task) -> tuple[object, ...]:
+    """Return a sort key that puts the best model for a task first. See `Recommendation.candidates`."""
+    speed = candidate.speed.fastest_tokens_per_second
+    is_other_task = candidate.is_for_code != (task == "code")
+    shortfall = next(
+        (n for n, least in enumerate((COMFORTABLE_SPEED, ACCEPTABLE_SPEED)) if speed >= least), 2
+    )
+    merit = candidate.parameters if shortfall < 2 else speed
+    return is_other_task, shortfall, -merit, not candidate.is_installed

@@ -17,8 +17,8 @@ from edgespec.system.files import format_bytes, format_rate
 __all__ = ["Decision", "Item", "MemoryPlan", "MemoryUse", "Streaming", "create_items", "shared_items"]
 
 # Memory to add to a plan for what it does not model, such as fragmentation: a fraction of the models' memory
-# and a minimum in bytes. The values were chosen rather than measured. `scripts/bench_memory.py` compares
-# plans with the memory actually used.
+# and a minimum in bytes. The values were chosen rather than measured. `scripts/bench_plan.py` compares plans
+# with the memory actually used.
 HEADROOM_SHARE, MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 # Speed in bytes per second below which a disk is reported as slow. The value was chosen to lie between hard
 # disks (up to 0.25 GB/s) and SATA SSDs (0.5 GB/s).
@@ -216,6 +216,15 @@ class MemoryPlan:
     def free_bytes(self, pool: Pool) -> int:
         """Return how many bytes of a memory pool the plan leaves free. Negative if the pool is too small."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
+
+    def has_room_for_context(self, tokens: int) -> bool:
+        """Return whether a context of `tokens` fits too, if all caches grow in proportion to the context."""
+        growth = max(0.0, tokens / self.context_tokens - 1)
+        return all(
+            growth * sum(item.bytes for item in self.items if (item.kind, item.pool) == ("cache", pool))
+            <= self.free_bytes(pool)
+            for pool in self.pools
+        )
 
     @property
     def total_bytes(self) -> int:

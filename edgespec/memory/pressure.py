@@ -1,8 +1,7 @@
 """Free memory when other programs need it.
 
 Cached prefixes are evicted first, both between and during replies. If that is not enough, the context shrinks
-while edgespec is idle. A model that runs from disk reads fewer layers ahead, unless it reads only the experts
-that it uses.
+while edgespec is idle. A model that runs from disk reads fewer layers ahead, or keeps fewer experts.
 """
 
 from __future__ import annotations

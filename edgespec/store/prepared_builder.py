@@ -8,6 +8,7 @@ finished files makes it possible to resume an interrupted build.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -64,6 +65,8 @@ _COPY = "copy.gguf"
 # Free disk space in bytes that a copy needs beyond the size of the model. A copy can be slightly larger than
 # the model, even if its type uses about the same number of bits per weight.
 _EXTRA_BYTES = 16 << 20
+# Smallest completed fraction from which the remaining time is estimated. Chosen.
+_MIN_FRACTION = 0.05
 
 
 class BuildFolder:
@@ -466,8 +469,17 @@ def prepare_quantised(path: Path, type_name: str, progress: Progress | None = No
     """
     from edgespec.backends.llamacpp.quantise import quantise
 
+    started = time.monotonic()
+
+    def report(_what: str, fraction: float) -> bool:
+        # The first start of the chat shows this text to users who have not asked for a copy.
+        what = f"making a smaller and faster copy of the model ({type_name}), which is needed only once"
+        seconds = (time.monotonic() - started) * (1 - fraction) / max(fraction, _MIN_FRACTION)
+        left = f"; about {math.ceil(seconds)} s left" if fraction >= _MIN_FRACTION else ""
+        return progress is None or progress(what + left, fraction)
+
     def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
-        build_folder.file(_COPY, lambda copy: quantise(build_folder.source, copy, type_name, progress))
+        build_folder.file(_COPY, lambda copy: quantise(build_folder.source, copy, type_name, report))
         return {}
 
     settings = {"type": type_name}

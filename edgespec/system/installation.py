@@ -36,15 +36,22 @@ def chat_command() -> str:
     """Return the shell command that starts a chat, matching the way the user started edgespec.
 
     This is `scripts/chat` if that script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the `edgespec` on
-    PATH belongs to this installation, and Python with `-m edgespec chat` otherwise.
+    PATH belongs to this installation, the path of `edgespec` as the user typed it, such as
+    `.venv/bin/edgespec chat`, and Python with `-m edgespec chat` otherwise.
     """
     if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
         return script
-    on_path = shutil.which("edgespec")
-    # Compare resolved folders, because a folder on PATH can be a link to this installation. Do not resolve
-    # the interpreter itself, which is a link in virtual environments.
-    if on_path is not None and Path(on_path).parent.resolve() == Path(sys.executable).parent.resolve():
+
+    def is_own(program: str) -> bool:
+        # Compare resolved folders, because a folder on PATH can be a link to this installation. Do not
+        # resolve the interpreter itself, which is a link in virtual environments.
+        return Path(program).parent.resolve() == Path(sys.executable).parent.resolve()
+
+    on_path, typed = shutil.which("edgespec"), sys.argv[0]
+    if on_path is not None and is_own(on_path):
         return "edgespec chat"
+    if Path(typed).stem == "edgespec" and Path(typed).is_file() and is_own(typed):
+        return f"{shlex.quote(typed)} chat"
     return f"{shlex.quote(sys.executable)} -m edgespec chat"
 
 

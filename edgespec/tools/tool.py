@@ -148,7 +148,8 @@ def _result_text(content: Any) -> str:
         text = getattr(content.resource, "text", None)
         return f"[data from {content.resource.uri}]" if text is None else str(text)
     if content.type == "resource_link":
-        return f"[link to {content.uri}]"
+        about = filter(None, (content.title or content.name, content.description))
+        return f"[link to {'; '.join((str(content.uri), *about))}]"
     return f"[{content.type}, {content.mime_type}: models in this chat can read only text]"
 
 

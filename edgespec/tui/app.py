@@ -31,6 +31,7 @@ from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import in_thread
 from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.commands import table
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
 from edgespec.tui.model_choice import LoadOptions, chooses_draft, load_chosen, references_after
@@ -38,7 +39,7 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.texts import notices, rounding_warning, sentences, switched_note
+from edgespec.tui.texts import notices, rounding_warning, sentences, still_used_note, switched_note
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables, guard_input
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.files import dropped
@@ -350,9 +351,6 @@ class ChatApp(App[None]):
                 self._fallback_note = ""
             if not self._fallback_note:
                 self.preferences.remember(chat.models, self._preferences_path)
-        else:
-            # The open chat may have named the model that was not loaded.
-            chat.current_chat.models = chat.models
         self._leaving = False
         loading = self._loading
         await self.pop_screen()
@@ -365,7 +363,7 @@ class ChatApp(App[None]):
             messages = []
         # Insert what was typed before the next keys reach the prompt.
         chat.prompt.insert(loading.take_typed().rstrip("\n"))
-        await chat.use_runtime(switched.runtime)
+        await chat.use_runtime(switched.runtime, is_saved=switched.failure is None)
         chat.holds_waiting = chat.is_leaving
         chat.call_later(chat.send_typed, messages)
         if switched.failure is None:
@@ -374,7 +372,8 @@ class ChatApp(App[None]):
             await chat.transcript.note(f"{note} {warning}".rstrip())
         else:
             await chat.show_error(switched.failure)
-            await chat.transcript.note(f"This chat still uses {switched.runtime.target.name}.")
+            own, name = chat.current_chat.models, switched.runtime.target.name
+            await chat.transcript.note(still_used_note(name, chat.models, own))
         if chosen.note:
             await chat.transcript.note(chosen.note)
 
@@ -492,6 +491,19 @@ class ChatApp(App[None]):
         await self.action_quit()
 
 
+def _promise(texts: Sequence[str]) -> str:
+    """Say what will be done with the messages and commands that the user has entered during loading."""
+    are_commands = [table.read(text) is not None for text in texts]
+    one_by_one = " one after the other" if len(texts) > 1 else ""
+    if all(are_commands):
+        what = "These commands will run" if one_by_one else "This command will run"
+    elif any(are_commands):
+        what = "These messages and commands will be handled"
+    else:
+        what = "These messages will be sent" if one_by_one else "This message will be sent"
+    return f"{what}{one_by_one} as soon as the model is loaded."
+
+
 @contextmanager
 def quick_screen() -> Iterator[None]:
     """Reduce UI delays caused by Python's thread switching and garbage collection."""
@@ -593,9 +605,7 @@ class LoadingScreen(Screen[None]):
 
     def _show_typed(self) -> None:
         """Show the end of the typed text, so that the user sees that it is not lost."""
-        many = len(self.waiting.texts) > 1
-        subject = "These messages will be sent one after the other" if many else "This message will be sent"
-        self._promise.update(Content.styled(f"{subject} as soon as the model is loaded.", "$muted"))
+        self._promise.update(Content.styled(_promise(self.waiting.texts), "$muted"))
         self._promise.display = bool(self.waiting.texts)
         shown = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]
         self._shown_text.update(Content("\n".join(shown)[-_SHOWN_CHARACTERS:]))

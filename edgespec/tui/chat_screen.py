@@ -94,7 +94,12 @@ class ChatScreen(TurnScreen):
             return
         typed = table.read(text)
         if typed is not None and self.editing is None:
-            await self._run_command(typed, text)
+            if self.holds_waiting and not self.is_leaving:
+                # Another model is being loaded. A command waits too, because it may depend on the model or
+                # load yet another one.
+                self.waiting.add(text)
+            else:
+                await self._run_command(typed, text)
             return
         self.history.add(text)
         if self.editing is None and (self.writing or self.waiting.texts or self.holds_waiting):
@@ -155,19 +160,21 @@ class ChatScreen(TurnScreen):
         self.history.add(text)
 
     async def action_back(self) -> None:
-        """Handle Esc: hide the list of paths, stop the reply or cancel editing, or close a side column."""
+        """Handle Esc: hide a list of paths or chats, stop the reply or editing, or close a side column."""
         if self.paths.display:
             self.paths.hide()
+        elif self.sidebar.has_focus:
+            # Close the list even during a reply, as its hint says.
+            if self.sidebar.clear_query():
+                return
+            await self._hide_chats()
         elif self.writing:
             self.stop_reply()
         elif self.editing is not None:
             self.leave_edit()
-        elif self.sidebar.has_focus and self.sidebar.clear_query():
-            return
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
             await self.uncover()
-            if "sidebar" in self._panels:
-                await self.toggle_panel("sidebar")
+            await self._hide_chats()
         self.clear_selection()
         self.prompt.focus()
 
@@ -233,8 +240,9 @@ class ChatScreen(TurnScreen):
 
     @on(Sidebar.Chosen)
     async def _chat_chosen(self, event: Sidebar.Chosen) -> None:
-        if self._width_class != "-wide" and not event.chat.problem:
-            await self.toggle_panel("sidebar")
+        # In a wide terminal, the list is a column. In a narrow one, it would cover a damaged chat's error.
+        if self._width_class == "-narrow" or (self._width_class == "-medium" and not event.chat.problem):
+            await self._hide_chats()
         await saved_chats.open_chat(self, event.chat)
 
     async def action_delete_chat(self) -> None:
@@ -258,11 +266,17 @@ class ChatScreen(TurnScreen):
 
     async def action_chats(self) -> None:
         if "sidebar" in self._panels:
-            await self.toggle_panel("sidebar")
+            await self._hide_chats()
             self.set_focus(self.prompt)
         else:
             await self.show_chats()
-        self.post_message(self.PreferencesChanged())
+            self.post_message(self.PreferencesChanged())
+
+    async def _hide_chats(self) -> None:
+        """Hide the list of chats if it is visible, and remember that."""
+        if "sidebar" in self._panels:
+            await self.toggle_panel("sidebar")
+            self.post_message(self.PreferencesChanged())
 
     def action_system(self) -> None:
         self.run_worker(screen_commands.edit_system(self))

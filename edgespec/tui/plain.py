@@ -26,6 +26,7 @@ from edgespec.tui.numbers import count, rate, seconds_text
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.preferences import Preferences, preferences_path
+from edgespec.tui.repetition import REPETITION_NOTE
 from edgespec.tui.settings import accepted, remove_unsupported_method
 from edgespec.tui.texts import (
     drafting_explanation,
@@ -214,15 +215,22 @@ class PlainChat:
             self.console.note("This reply was stopped. Type /continue to finish it.")
         return saved
 
-    def use_runtime(self, runtime: ChatModel) -> None:
-        """Continue the chat with another model. Remove settings that the model does not support."""
+    def use_runtime(self, runtime: ChatModel, *, is_saved: bool = True) -> None:
+        """Continue the chat with another model. Remove settings that the model does not support.
+
+        Args:
+            runtime: The loaded models.
+            is_saved: Whether to save that the chat uses them. If not, a saved chat keeps its own models,
+                which could not be loaded now, until the next reply.
+        """
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
         if runtime.target.path not in self.model_paths:
             self.model_paths.append(runtime.target.path)
         self.stats, self.method = None, runtime.method
         # New chats begin with `first_settings`.
         self.remove_unsupported_method(self.first_settings, self.current_chat.settings)
-        self.save()
+        if is_saved:
+            self.save()
 
     def remove_unsupported_method(self, *chat_settings: dict[str, Setting]) -> None:
         """Remove the setting `method` where the model does not support its value, and say so."""
@@ -291,7 +299,9 @@ class PlainChat:
                 self.archive.withdraw(chat, self.runtime.target.name)
         if reply is not None:
             self.stats, self.method = reply.stats, reply.method
-            if reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:
+            if state is not None and state.is_repetitive:
+                self.console.note(REPETITION_NOTE)
+            elif reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:
                 self.console.note("Stopped. Type /continue to finish the reply.")
             elif reply.finish_reason == "length":
                 self.console.note("The reply reached its maximum length. Type /continue to extend it.")

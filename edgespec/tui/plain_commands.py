@@ -41,7 +41,14 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.texts import in_chat, missing_models_text, rounding_warning, sentences, switched_note
+from edgespec.tui.texts import (
+    in_chat,
+    missing_models_text,
+    rounding_warning,
+    sentences,
+    still_used_note,
+    switched_note,
+)
 
 _Do: TypeAlias = Callable[[PlainChat, str], None]
 
@@ -255,9 +262,8 @@ def _switch_model(
     switched = job.result()
     if switched.failure is None:
         chat.models = references_after(chat.first_models, reference, options)
-    # After a failure, the open chat may still name the model that was not loaded.
-    chat.current_chat.models = chat.models
-    chat.use_runtime(switched.runtime)
+        chat.current_chat.models = chat.models
+    chat.use_runtime(switched.runtime, is_saved=switched.failure is None)
     name = switched.runtime.target.name
     if switched.failure is None:
         note = switched_note(before, switched.runtime, chat.changed_load_options, options)
@@ -275,7 +281,7 @@ def _switch_model(
         chat.console.note(sentences(switched.failure.what, switched.failure.next_step))
     else:
         chat.console.note(sentences(f"{reference} was not loaded: {switched.failure}"))
-    chat.console.answer(f"This chat still uses {name}.")
+    chat.console.answer(still_used_note(name, chat.models, chat.current_chat.models))
 
 
 ACTIONS: dict[str, _Do] = {

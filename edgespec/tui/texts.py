@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
-from edgespec.options.methods import limit_text, methods, sources_text
+from edgespec.options.methods import methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import (
@@ -379,6 +379,22 @@ def switched_note(
     return sentences(*values, *new)
 
 
+def still_used_note(name: str, loaded: ModelReferences, own: ModelReferences) -> str:
+    """Return a note on which model a chat uses after another one could not be loaded.
+
+    Args:
+        name: The name of the loaded model.
+        loaded: The references to the loaded models.
+        own: The references to the models of the chat. A chat without replies has none.
+    """
+    if own.target in ("", loaded.target):
+        return f"This chat still uses {name}."
+    return (
+        f"For now, this chat uses {name}. If you send a message, the chat keeps using it. Otherwise, it opens"
+        f" with {own.target} the next time."
+    )
+
+
 def sharing_note(runtime: ChatModel) -> str:
     """Return a note naming the program that shares its model with the chat. Empty if there is none."""
     from edgespec.api.sharing.client import host_of
@@ -525,9 +541,22 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def _memory(runtime: ChatModel) -> str:
-    """Return the memory in use and, if there is a memory plan, the planned maximum."""
+    """Return the memory in use and, if there is a memory plan, the planned maximum.
+
+    Both name the cached chats, which the plan does not count, because they are dropped when memory is low.
+    """
+    cached_bytes, plan = runtime.memory().prefix_cache.memory_bytes, runtime.plan
     used = f"{format_bytes(runtime.memory_bytes())} in use"
-    return used if runtime.plan is None else f"{used}, up to {format_bytes(runtime.plan.total_bytes)} planned"
+    if cached_bytes:
+        used += f", of which {format_bytes(cached_bytes)} for cached chats"
+    if plan is None:
+        return used
+    planned = [f"up to {format_bytes(plan.planned_bytes('memory'))}"]
+    if plan.prefix_cache_bytes:
+        planned.append(f"up to {format_bytes(plan.prefix_cache_bytes)} more for cached chats")
+    if "gpu" in plan.pools:
+        planned.append(f"up to {format_bytes(plan.planned_bytes('gpu'))} on the GPU")
+    return f"{used}; planned: {', '.join(planned)}"
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
@@ -563,11 +592,18 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         (
             "planned" if pool == "memory" else "planned on the GPU",
             f"up to {format_bytes(plan.planned_bytes(pool))}"
-            + (f" of {format_bytes(plan.budget_bytes(pool))}" if pool != "memory" else ""),
+            + (
+                f" of {format_bytes(plan.budget_bytes(pool))}"
+                if pool != "memory"
+                else ", without cached chats"
+            ),
         )
         for pool in plan.pools
     ]
-    limit = in_chat(limit_text(plan.budget.source))
+    source = plan.budget.source
+    limit = in_chat(source.replace("--memory", "the limit that you have set"))
+    if source.startswith("--memory"):
+        limit += "; to change it, type /set memory and a size"
     rows.append(("memory limit", f"{format_bytes(plan.budget.bytes)}: {limit}"))
     rows += [
         (

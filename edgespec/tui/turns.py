@@ -18,6 +18,7 @@ from edgespec.tui.archive import REFUSALS
 from edgespec.tui.background import in_thread
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
+from edgespec.tui.repetition import REPETITION_NOTE
 from edgespec.tui.settings import remove_unsupported_method
 from edgespec.tui.texts import notices, sentences, takeover_note, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
@@ -85,8 +86,14 @@ class TurnScreen(ChatView):
             # The waiting messages were written for the previous chat, so put them back into the input.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
-    async def use_runtime(self, runtime: ChatModel) -> None:
-        """Continue the current chat with another model. Remove settings that the model does not support."""
+    async def use_runtime(self, runtime: ChatModel, *, is_saved: bool = True) -> None:
+        """Continue the current chat with another model. Remove settings that the model does not support.
+
+        Args:
+            runtime: The loaded models.
+            is_saved: Whether to save that the chat uses them. If not, a saved chat keeps its own models,
+                which could not be loaded now, until the next reply.
+        """
         self.runtime = runtime
         if runtime.target.path not in self.model_paths:
             self.model_paths.append(runtime.target.path)
@@ -98,7 +105,8 @@ class TurnScreen(ChatView):
         await self._show_current_chat()
         if why_removed:
             await self.transcript.note(sentences("The setting method was removed", why_removed))
-        await self.save()
+        if is_saved:
+            await self.save()
 
     def load_model(
         self,
@@ -351,15 +359,17 @@ class TurnScreen(ChatView):
         entry.thought_seconds = reply.thoughts.seconds
         if ended is not None:
             await transcript.prune()
-            await self._report_ending(ended, turn)
+            await self._report_ending(ended, turn, is_repetitive=state is not None and state.is_repetitive)
         await self.save()
         is_free = not (self.after_reply or self.is_leaving or self.holds_waiting)
         if ended is not None and entry.message.tool_calls and is_free:
             self.tool_use.begin(entry.message.tool_calls)
 
-    async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
+    async def _report_ending(self, ended: Reply, turn: RunningTurn, *, is_repetitive: bool) -> None:
         """Tell the user if a reply was already complete, was slowed down, or can be continued."""
-        if ended.finish_reason == "cancelled":
+        if is_repetitive:
+            await self.transcript.note(REPETITION_NOTE)
+        elif ended.finish_reason == "cancelled":
             if not self.is_leaving and not self.after_reply:
                 self.say("Stopped. Type /continue to finish the reply.")
         elif turn.continued is not None and not ended.text:

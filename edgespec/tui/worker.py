@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
 from edgespec.system.waiting import SignalEvent
+from edgespec.tui.repetition import RepetitionWatch
 
 if TYPE_CHECKING:
     from edgespec import Message, Preview, Reply, TextChunk
@@ -72,12 +73,16 @@ class Ask:
 
 
 class ChatState(NamedTuple):
-    """The state of a conversation after opening it or after a turn."""
+    """The state of a conversation after opening it or after a turn.
+
+    `is_repetitive` is set if the reply was stopped because it repeated itself.
+    """
 
     messages: tuple[Message, ...] = ()
     context_used_tokens: int = 0
     dropped_messages: int = 0
     reply: Reply | None = None
+    is_repetitive: bool = False
 
 
 class Switched(NamedTuple):
@@ -282,11 +287,16 @@ class ModelThread:
                     stream.cancel()
                 # Do not repeat the start of a continued reply, which is already part of the conversation.
                 start = "" if ask.messages[-1].role == "assistant" else stream.reply_start
+                watch, is_repetitive = RepetitionWatch(), False
                 for chunk in stream:
                     ask.written.append(start + chunk.raw_text)
                     start = ""
                     self.chunks.put(chunk)
-                return _state(chat, stream.reply)
+                    if not is_repetitive and watch.add(chunk.raw_text):
+                        is_repetitive = True
+                        stream.cancel()
+                is_repetitive = is_repetitive and stream.reply.finish_reason == "cancelled"
+                return _state(chat, stream.reply)._replace(is_repetitive=is_repetitive)
             finally:
                 self.stream = None
 

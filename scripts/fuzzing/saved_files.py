@@ -18,7 +18,7 @@ from edgespec.cli.help import COMMANDS
 from edgespec.cli.settings import Settings
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, encode_header, read_header
-from edgespec.memory.prefix_cache.segments import name_of, tokens_digest
+from edgespec.memory.prefix_cache.store import name_of, tokens_digest
 from edgespec.model.base import Snapshot
 from edgespec.options.settings import SETTINGS, setting_value
 from edgespec.options.settings_file import NotEditableError, changed

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec import Reply, Runtime
+from edgespec import Message, Reply, Runtime
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.errors import CapabilityError, ContextFullError, OptionError, TemplateError
 from tests.api.questions import HOWTO, METHODS, REPEATS
+from tests.api.test_tool_calls import NOW
 from tests.backends.tiny_models import CHATML, write_llama
 from tests.raising import raises
 
@@ -102,6 +104,31 @@ class TestOptions:
         code = "token_unknown" if isinstance(tokens, list | str) else ""
         with raises(OptionError, "token IDs", code=code):
             demo.stream_tokens(tokens)
+
+    @pytest.mark.parametrize("tools", [(), (NOW,)])
+    def test_advice_names_a_larger_context_only_if_it_can_be_used(
+        self, tools: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def advice(words: int) -> str:
+            with pytest.raises(ContextFullError) as caught:
+                runtime.stream_messages([Message("user", "many words " * words)], tools=tools)
+            assert str(caught.value).endswith(caught.value.next_step)
+            assert ",," not in caught.value.next_step
+            return caught.value.next_step
+
+        options: Any = {"context": 256, "threads": 1, "exactness": "off", "prefix_cache": "none"}
+        with edgespec.load("demo", "none", **options) as runtime:
+            plan, trained = runtime.plan, runtime.target.trained_context_tokens
+            assert plan is not None
+            assert advice(130).endswith(" or use --context 1024")
+            # A larger context than the model was trained for is not advised, even if the prompt then has less
+            # room for the reply.
+            assert advice(300).endswith(f" or use --context {trained}")
+            assert f"trained for at most {trained:,} tokens" in advice(600)
+            assert "--context" not in advice(600)
+            tight = replace(plan, budget=replace(plan.budget, bytes=plan.planned_bytes("memory")))
+            monkeypatch.setattr(runtime, "plan", tight)
+            assert advice(130).endswith(", or raise --memory and use --context 1024")
 
     def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:
         with raises(ContextFullError, "1,024"):

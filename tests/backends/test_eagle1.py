@@ -27,7 +27,7 @@ from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.formats.head_files import head_at, head_info
 from edgespec.model.hidden_states import POST_NORM, HeadModel, HiddenStateSource
 from edgespec.model.registry import format_at
-from edgespec.store.prepared.head import prepare_head
+from edgespec.store.heads import prepare_head
 from tests.backends.eagle1_targets import CONTEXT, KINDS, SIZE, YARN, head_of, load, write_eagle1, write_files
 from tests.backends.head_histories import ROUNDS, Round, check_history, check_same_replies, first_logits
 from tests.backends.published_heads import VOCAB

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-from edgespec.backends.llamacpp import native
+from edgespec.backends.llamacpp import native, weight_stream
 from edgespec.backends.llamacpp.expert_stream import ExpertStream, ExpertTable, expert_table, saved_uses
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import load, load_slots
@@ -25,7 +27,9 @@ from edgespec.backends.llamacpp.weight_stream import WeightStream, can_stream, s
 from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError
+from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.plan import Streaming
+from edgespec.memory.pressure import MemoryPressure
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import Rows, step, step_all, tokens_for
 from tests.backends.test_weight_stream import _ALL, _OPTIONS, _STREAMED, _memory_bytes, _rows, _rows_of, _same
@@ -267,6 +271,62 @@ def test_a_disk_that_fails_for_a_moment_ends_one_reply(
         with raises(BackendError, "Input/output error", code="model_file_unreadable"):
             step_all(model, tokens_for(model, 40))
     assert _same(_rows(model), expected)
+
+
+@pytest.mark.parametrize("place", ["choosing", "starting to read", "reading"])
+def test_a_lack_of_memory_ends_one_reply(
+    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory") if place == "reading" else MemoryError
+
+    with monkeypatch.context() as short:
+        if place == "reading":
+            short.setattr(os, "preadv", fail)
+        elif place == "choosing":
+            short.setattr(_stream(model), "_make_room", fail)
+        else:
+            short.setattr(_stream(model)._pool, "submit", fail)
+        with raises(BackendError, "not enough memory", code="out_of_memory"):
+            step_all(model, tokens_for(model, 40))
+    assert _same(_rows(model), expected)
+
+
+def test_fewer_experts_are_kept_while_memory_is_low(
+    copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_stream, "_CHECK_SECONDS", 0.01)
+    model = load(str(copy), "moe", replace(_OPTIONS, streamed_layers=1))
+    stream, table, available = _stream(model), _table(copy), 1 << 40
+    freed_bytes, free = 0, WeightStream._free
+
+    def count(self: WeightStream, part: Any) -> None:
+        nonlocal freed_bytes
+        freed_bytes += part.size_bytes
+        free(self, part)
+
+    monkeypatch.setattr(WeightStream, "_free", count)
+    pressure = MemoryPressure(ResizableContext(model), available=lambda: available)
+    assert _same(_rows(model), expected)
+    kept_bytes, freed_bytes = stream._held_bytes, 0
+    assert kept_bytes > 2 * table.largest_layer_bytes
+    available = 0
+    assert pressure.is_low
+    _wait_until(lambda: freed_bytes >= kept_bytes - table.largest_layer_bytes)
+    assert _same(_rows(model), expected)
+    assert stream._held_bytes <= table.largest_layer_bytes
+    available = 1 << 40
+    _wait_until(lambda: stream._limit_bytes > kept_bytes - 1)
+    assert _same(_rows(model), expected)
+    assert stream._held_bytes > table.largest_layer_bytes
+    model.close()
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_pass_whose_choices_are_not_reported_fails(

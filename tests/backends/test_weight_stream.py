@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -281,6 +282,23 @@ def test_ctrl_c_cancels_a_pass(
                 step_all(model, tokens_for(model, 40))
             except CancelledError:
                 time.sleep(10)
+    assert _same(_rows(model), expected)
+
+
+@pytest.mark.parametrize("place", ["starting to read", "reading"])
+def test_a_lack_of_memory_ends_one_reply(
+    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory") if place == "reading" else MemoryError
+
+    with monkeypatch.context() as short:
+        if place == "reading":
+            short.setattr(os, "preadv", fail)
+        else:
+            short.setattr(model._stream._pool, "submit", fail)  # type: ignore[attr-defined]
+        with raises(BackendError, "not enough memory", code="out_of_memory"):
+            _steps(model)
     assert _same(_rows(model), expected)
 
 
@@ -651,18 +669,27 @@ def test_a_pass_that_is_complete_ends_before_a_failure_of_the_next_one_is_report
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
-    [(OSError(5, "Input/output error"), "Input/output error"), (MemoryError(), "MemoryError")],
+    ("error", "says", "code"),
+    [
+        (OSError(5, "Input/output error"), "Input/output error", "model_file_unreadable"),
+        (ValueError("odd"), "ValueError('odd')", "model_file_unreadable"),
+        (MemoryError(), "not enough memory", "out_of_memory"),
+    ],
 )
 def test_a_disk_that_fails_for_a_moment_ends_one_reply(
-    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+    model: LanguageModel,
+    expected: list[Rows],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    says: str,
+    code: str,
 ) -> None:
     def fail(*_: object) -> int:
         raise error
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", fail)
-        with raises(BackendError, says, code="model_file_unreadable"):
+        with raises(BackendError, says, code=code):
             _steps(model)
     assert _same(_rows(model), expected)
 

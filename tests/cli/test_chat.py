@@ -179,16 +179,43 @@ def test_a_model_that_does_not_load_is_one_line(run: Run, monkeypatch: pytest.Mo
     assert one_line_error(run("chat"), 1) == "it is damaged; get another"
 
 
-def test_a_chat_to_go_on_with_is_the_last_or_a_named_one(run: Run, opened: Opened) -> None:
+def _save(store: ChatStore, *titles: str) -> None:
+    now, messages = datetime.now(UTC), MessageTree.linear([Message("user", "Hello")])
+    for number, title in enumerate(titles):
+        store.save(SavedChat(f"2026-{number}", messages, now, now, title=title))
+
+
+def test_a_chat_to_go_on_with_is_the_last_or_a_named_one(
+    run: Run, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    _save(ChatStore(), "Red apples")
     for words, wanted in ((["--resume"], "last"), (["--resume", "apples"], "apples"), ([], None)):
         assert run("chat", *words, "--draft", "none").exit_code == 0
         assert opened.options["resume"] == wanted
+
+
+@pytest.mark.parametrize("words", [["--plain"], ["--target", "demo"], ["demo"], []])
+def test_a_chat_that_does_not_exist_is_an_error_that_names_similar_ones(
+    run: Run, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    chat = ("chat", *words, "--resume")
+    one_line_error(run(*chat, "files by sise"), 1, "there are no saved chats yet", code="chat_not_found")
+    _save(ChatStore(), "How do I list files by size?", "Red apples", "Other files by date")
+    error = one_line_error(run(*chat, "files by sise"), 1, "'files by sise'", code="chat_not_found")
+    assert "did you mean 'How do I list files by size?'" in error
+    assert "apples" not in error
+    assert "edgespec chats list" in one_line_error(run(*chat, "zebra"), 1, code="chat_not_found")
+    assert opened.load is None
 
 
 @pytest.mark.parametrize("command", ["chat", "run"])
 def test_a_model_can_be_named_without_an_option(run: Run, opened: Opened, command: str) -> None:
     assert run(command, "8b-q4").exit_code == 0
     assert opened.options["models"].target == "8b-q4"
+    assert run(command, "8b-q4", "--no-mouse", "-n", "40").exit_code == 0
+    assert opened.options["settings"]["max_tokens"] == 40
     assert run(command, "8b-q4", "--target", "1b-q4").exit_code == 2
 
 
@@ -319,8 +346,6 @@ class TestRememberedModels:
         run("chat", "--resume", "2026-a")
         assert opened.options["models"] == ModelReferences("demo-draft", "none")
         run("chat", "--resume", "2026-b")
-        assert opened.options["models"].target == "demo"
-        run("chat", "--resume", "missing")
         assert opened.options["models"].target == "demo"
 
 

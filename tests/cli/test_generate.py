@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -408,3 +409,28 @@ def test_a_reply_without_an_answer_says_why(run: Run) -> None:
         "warning: the reply ended while the model was still reasoning, so there is no answer; use a larger"
         " --max-tokens or --context\n"
     )
+
+
+@pytest.mark.parametrize("words", [[QUESTION], QUESTION.split()])
+def test_run_with_a_prompt_prints_one_reply_as_in_ollama(
+    run: Run, plain: dict[str, Any], words: list[str]
+) -> None:
+    options = ("--json", "--threads", "1", "--seed", "7", "-n", "24")
+    assert json_of(run("run", *options, "demo", *words))["text"] == plain["text"]
+    assert json_of(run("run", "demo", *words, *options))["text"] == plain["text"]
+
+
+def test_run_with_a_prompt_reads_stdin_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answered(_stop: object, prompt: Any, _raw: bool, _as_json: bool, options: dict[str, Any]) -> Any:
+        asked.append((options["target"], prompt.text))
+        return SimpleNamespace(finish_reason="stop")
+
+    monkeypatch.setattr(generate, "_answer", answered)
+    assert run("run", "8b-q4", "Sum", "up", input="a text").exit_code == 0
+    assert run("run", "8b-q4", "-", input="a text").exit_code == 0
+    assert asked == [("8b-q4", "a text\n\nSum up"), ("8b-q4", "a text")]
+    one_line_error(run("run", "8b-q4", "Hi", "--target", "demo"), 2, "both '8b-q4' and --target")
+    # Options of the chat need no prompt.
+    one_line_error(run("run", "8b-q4", "Hi", "--resume"), 2, code="option_invalid")

@@ -159,7 +159,7 @@ def test_ollama_commands_get_suggestions(run: Run) -> None:
         one_line_error(run(typed), 2, f"did you mean {suggested!r}?", code="option_invalid")
         if not suggested.startswith("-"):
             assert run(*suggested.split()[: 1 if "--" in suggested else 2], "--help").exit_code == 0
-    one_line_error(run("run", "llama3.2", "hello"), 2, "generate --target", code="option_invalid")
+    one_line_error(run("chat", "llama3.2", "hello"), 2, "generate --target", code="option_invalid")
     one_line_error(run("models", "rm", "llama3.2"), 2, "'remove llama3.2'", code="option_invalid")
     one_line_error(run("ps"), 2, "api/ps", code="option_invalid")
     one_line_error(run("generate", "--model", "demo", "hi"), 2, "--target", code="option_unknown")

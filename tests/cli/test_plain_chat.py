@@ -24,7 +24,8 @@ from edgespec.chat.saved_chat import ModelReferences
 from edgespec.chat.store import ChatStore
 from edgespec.tui.plain_run import run_plain_chat
 from tests.tui.scripted import Script, ScriptedRuntime, loading
-runtime = ScriptedRuntime([Script("word " * 1000, pause_seconds=0.02), Script("done")])
+text = "".join(f"word {number} " for number in range(500))
+runtime = ScriptedRuntime([Script(text, pause_seconds=0.02), Script("done")])
 end = run_plain_chat(loading(runtime), models=ModelReferences("demo"), store=ChatStore(Path(sys.argv[1])))
 sys.exit(130 if end.signalled else 0)
 """
@@ -134,7 +135,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_several_lines_are_one_message(start: Start, tmp_path: Path) -> None:
-    code = SLOW.replace('"word " * 1000', '"yes"')
+    code = SLOW.replace("Script(text,", 'Script("yes",')
     process = start(str(tmp_path), code=code, stdin=subprocess.PIPE)
     out, _ = process.communicate(b'"""two\n\nlines"""\n', timeout=120)
     assert out == b"yes\n"

@@ -341,7 +341,9 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:
     assert "The file is damaged. Download it again." in err
 
 
-def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(chat: Chat, tmp_path: Path) -> None:
+def test_a_chat_whose_model_cannot_be_loaded_keeps_it_until_the_next_reply(
+    chat: Chat, tmp_path: Path
+) -> None:
     def refuse(progress: Progress) -> edgespec.Runtime:
         raise ModelFileError("the file is damaged", "download it again")
 
@@ -351,7 +353,11 @@ def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(chat: 
     models = ModelReferences("demo-draft", "none")
     store = ChatStore(tmp_path / "chats")
     store.save(SavedChat("one", tree, now, now, target="demo-draft", title="one", models=models))
-    chat.typed(["/load one"])
+    out, _ = chat.typed(["/load one"])
+    assert "For now, this chat uses demo." in out
+    (chat_file,) = saved(tmp_path)
+    assert (chat_file["target"], chat_file["models"]["target"]) == ("demo-draft", "demo-draft")
+    chat.typed(["/load one", "Again"], "A reply.")
     (chat_file,) = saved(tmp_path)
     assert (chat_file["target"], chat_file["models"]) == ("demo", {"target": "demo", "draft": ""})
 

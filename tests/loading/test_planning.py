@@ -59,6 +59,22 @@ def _total(**how: object) -> int:
     return _planned(1 << 40, **how).plan.total_bytes  # type: ignore[arg-type]
 
 
+def test_the_advised_context_is_one_that_the_model_was_trained_for() -> None:
+    fixed = PlanRequest(frozenset({"context", "kv_type"}))
+    trained = _planned(1 << 40, draft=None).trained_tokens
+
+    def advice(context_tokens: int, room_tokens: int) -> str:
+        fits = _total(draft=None, options=replace(_OPTIONS, context_tokens=room_tokens, kv_type="f16"))
+        options = replace(_OPTIONS, context_tokens=context_tokens, kv_type="f16")
+        return _planned(fits, options=options, draft=None, fixed=fixed).advice
+
+    both = advice(16 * trained, 4 * trained)
+    assert both.startswith(
+        f"use --context {trained}, which the model was trained for (up to {4 * trained} fit"
+    )
+    assert advice(16 * trained, trained // 2).startswith(f"use --context {trained // 2} or less")
+
+
 def test_the_draft_is_dropped_before_the_chat_fails() -> None:
     alone = _total(draft=None)
     planned = _planned(alone, fixed=PlanRequest(frozenset({"context", "kv_type"})))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,23 @@ def test_a_disturbed_measurement_is_repeated_when_the_machine_is_quiet(
     result = recommend(memory=16 * GIB)
     assert result.machine == (machine(50) if measures else replace(machine(40), busy_cores=was_busy))
     assert all(each.speed.is_disturbed == (is_busy > 0) for each in result.candidates)
+
+
+@pytest.mark.parametrize("gigabytes_per_second", [1000, 40, 10, 1])
+@pytest.mark.parametrize("task", ["chat", "code"])
+def test_the_best_models_come_first(gigabytes_per_second: int, task: Any) -> None:
+    save(machine(gigabytes_per_second))
+    result = recommend(task, memory=64 * GIB)
+    assert result.candidates[0] is result.best
+    suitable = [each for each in result.candidates if each.is_for_code == (task == "code")]
+    assert list(result.candidates[: len(suitable)]) == suitable
+    speeds = [each.speed.fastest_tokens_per_second for each in suitable]
+    sizes = [each.parameters for each in suitable]
+    comfortable, acceptable = sum(speed >= 8 for speed in speeds), sum(speed >= 4 for speed in speeds)
+    assert all(speed >= 8 for speed in speeds[:comfortable])
+    assert sizes[:comfortable] == sorted(sizes[:comfortable], reverse=True)
+    assert sizes[comfortable:acceptable] == sorted(sizes[comfortable:acceptable], reverse=True)
+    assert speeds[acceptable:] == sorted(speeds[acceptable:], reverse=True)
 
 
 def test_code_gets_a_model_for_code() -> None:

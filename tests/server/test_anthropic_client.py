@@ -14,6 +14,7 @@ from pydantic import BaseModel
 import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
+from edgespec.server.leniency.content import omitted_parts, result_text
 from tests.server.conftest import MESSAGES, QUESTION, running
 from tests.server.test_constraints import SCHEMA
 from tests.server.test_tools import DRAFTED, QUOTING, check_arguments
@@ -222,6 +223,18 @@ PARTS = [{"type": "text", "text": "ls -S"}, {"type": "text", "text": "sorts by s
             {"type": "search_result", "source": "http://a.b", "title": "Man", "content": PARTS},
             "Man\nhttp://a.b\nls -S\nsorts by size.",
         ),
+        ({"type": "search_result", "title": "Man", "content": PARTS[0]}, "Man\nls -S"),
+        (
+            {"type": "search_result", "source": {"url": "http://a.b"}, "title": "Man", "content": PARTS[:1]},
+            'Man\n{"url": "http://a.b"}\nls -S',
+        ),
+        (
+            {
+                "type": "search_result",
+                "content": [*PARTS[:1], {"type": "text", "content": "lost?"}, {"type": "image"}],
+            },
+            'ls -S\n{"type": "text", "content": "lost?"}\n[image omitted: text only]',
+        ),
     ],
 )
 @pytest.mark.parametrize("is_result", [False, True])
@@ -252,6 +265,39 @@ def test_results_of_tools_of_anthropics_servers_are_skipped(http: httpx.Client, 
     answer = http.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["edgespec"]["ignored_fields"] == ["messages.1.content.0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            [
+                {
+                    "type": "web_search_result",
+                    "title": "Man",
+                    "url": "http://a.b",
+                    "encrypted_content": "x" * 99,
+                }
+            ],
+            '{"type": "web_search_result", "title": "Man", "url": "http://a.b"}',
+        ),
+        (
+            [{"type": "resource", "resource": {"uri": "f", "text": "ls -S", "blob": "x" * 99}}, *PARTS],
+            '{"type": "resource", "resource": {"uri": "f", "text": "ls -S"}}\nls -S\nsorts by size.',
+        ),
+        (
+            [{"type": "document", "source": {"type": "content", "content": [*PARTS, {"type": "image"}]}}],
+            "ls -S\nsorts by size.\n[image omitted: text only]",
+        ),
+        (
+            [{"type": "image", "source": {"data": "x"}}, *PARTS],
+            "[image omitted: text only]\nls -S\nsorts by size.",
+        ),
+    ],
+)
+def test_tool_results_keep_all_texts(content: Any, text: str) -> None:
+    assert result_text("messages.0.content", content) == text
+    assert omitted_parts("at", content) == (["at.0"] if "omitted" in text else [])
 
 
 def test_other_documents_are_refused(http: httpx.Client) -> None:

@@ -224,6 +224,14 @@ def test_the_command_is_the_one_that_started_the_chat(
     assert chat_command() == f"{sys.executable} -m edgespec chat"
     (tmp_path / "edgespec").touch(mode=0o755)
     assert chat_command() == f"{sys.executable} -m edgespec chat", "that is another installation"
+    other = tmp_path / "my env"
+    other.mkdir()
+    (other / "edgespec").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["my env/edgespec", "chat"])
+    assert chat_command() == f"{sys.executable} -m edgespec chat", "that is another installation too"
+    monkeypatch.setattr(sys, "executable", str(other / "python"))
+    assert chat_command() == "'my env/edgespec' chat"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert chat_command() == "edgespec chat"
     link = tmp_path / "link"

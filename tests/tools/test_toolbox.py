@@ -227,6 +227,14 @@ def test_nothing_is_started_before_the_first_use() -> None:
     box.close()
 
 
+def test_results_keep_the_texts_of_links() -> None:
+    from mcp.types import CallToolResult, ResourceLink, TextContent
+
+    link = ResourceLink(type="resource_link", uri="http://a.b/", name="ls", description="A man page")
+    result = CallToolResult(content=[link, TextContent(type="text", text="See above.")])
+    assert ToolResult.of(result, 0.0).text == "[link to http://a.b/; ls; A man page]\nSee above."
+
+
 def test_long_results_are_limited() -> None:
     assert limited("short", 10) == "short"
     text = limited("x" * 3000, 1000)

@@ -46,6 +46,9 @@ MARKDOWN = (
     "Reverse the order with **`-r`**."
 )
 
+# A long reply. The chat would stop one that only repeats a word.
+LONG_TEXT = "word " * 20 + "".join(f"word{number} " for number in range(2000))
+
 
 def facts(name: str, *, notice: str = "") -> ModelFacts:
     """Facts of a made-up model."""

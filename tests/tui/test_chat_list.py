@@ -15,6 +15,8 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui import archive
 from edgespec.tui.archive import Archive
+from edgespec.tui.preferences import Preferences
+from edgespec.tui.widgets.sidebar import Sidebar
 from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
@@ -321,3 +323,52 @@ async def test_the_time_for_undo_starts_again_with_each_deletion(
         (timer,) = d.chat.deletion_timers.values()
         assert timer is not first_timer
         assert first_timer._task is None or first_timer._task.cancelled() or first_timer._task.done()
+
+
+@pytest.mark.parametrize("size", [(50, 20), (80, 24), (120, 40)])
+async def test_escape_closes_the_list_during_a_reply_and_while_a_message_is_edited(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    gate = threading.Event()
+    async with driving(loading(ScriptedRuntime([Script(), Script(gate=gate)])), tmp_path, size=size) as d:
+        await d.say("first")
+        await d.send("go on")
+        await until(d.pilot, lambda: d.chat.writing, "the reply")
+        await d.press("f2", "escape")
+        assert not d.chat.sidebar.display
+        assert d.chat.prompt.has_focus
+        assert d.chat.writing
+        gate.set()
+        await d.settled()
+        await d.press("ctrl+p", "f2", "escape")
+        assert not d.chat.sidebar.display
+        assert d.chat.editing is not None
+        assert d.chat.prompt.text == "go on"
+
+
+async def test_the_list_stays_closed_after_a_choice(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await d.press("f2")
+        await until(d.pilot, lambda: Preferences.read(tmp_path / "preferences.json").sidebar)
+        # A double click chooses the chat twice.
+        await d.write_fast("enter", "enter")
+        d.chat.post_message(Sidebar.Chosen(d.chat.sidebar.found[0].chat))
+        await d.settled()
+        await until(d.pilot, lambda: not Preferences.read(tmp_path / "preferences.json").sidebar)
+        assert not d.chat.sidebar.display
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        assert not d.chat.sidebar.display
+
+
+@pytest.mark.parametrize(("size", "stays"), [((50, 20), False), ((80, 24), True)])
+async def test_the_error_of_a_damaged_chat_is_not_covered_by_the_list(
+    tmp_path: Path, size: tuple[int, int], stays: bool
+) -> None:
+    store = ChatStore(tmp_path / "chats")
+    path = store.save(SavedChat("one", MessageTree.linear([Message("user", "one")]), NOON, NOON))
+    path.write_text("{", "utf-8")
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        await d.press("f2", "enter")
+        await d.sees("not a valid chat file")
+        assert d.chat.sidebar.display == stays

@@ -8,7 +8,7 @@ import pytest
 
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
 THREE = "First:\n\n```sh\nls -l\n```\n\nThen:\n\n```py\nprint(1)\nprint(2)\n```\n\n    indented\n"
 
@@ -81,7 +81,7 @@ async def test_the_code_blocks_of_a_selected_message(tmp_path: Path) -> None:
 
 
 async def test_the_chat_is_copied_with_the_reply_that_is_being_written(tmp_path: Path) -> None:
-    slow = Script(text="word " * 2000, pause_seconds=0.01)
+    slow = Script(text=LONG_TEXT, pause_seconds=0.01)
     async with driving(loading(ScriptedRuntime(scripts=[slow])), tmp_path) as d:
         await d.send("hello")
         await d.said("word word")

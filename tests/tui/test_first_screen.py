@@ -132,11 +132,15 @@ def test_why_answers_before_the_first_reply(monkeypatch: pytest.MonkeyPatch, tmp
     why = why_text(as_runtime(runtime), NO_ROLLBACK, None, {})
     assert "its state cannot be undone" in why
     assert "checking two tokens at once takes 1.57 times as long as one token" in why
+    assert "is loaded" not in why
     assert "would be" not in why, "the machine has not been measured"
     machine_speed.save_machine_speed(format_of("gguf"), machine(50))
     why = why_text(as_runtime(runtime), NO_ROLLBACK, None, {})
     assert "as fast with the draft model" in why
     assert "edgespec " not in why
+    runtime.draft = facts("demo-draft")
+    why = why_text(as_runtime(runtime), NO_ROLLBACK, None, {})
+    assert "The draft model demo-draft is loaded, but not used." in why
 
 
 def test_the_pass_costs_are_those_of_the_loaded_model() -> None:

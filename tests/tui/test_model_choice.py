@@ -324,7 +324,7 @@ async def test_a_chat_opens_without_a_head_and_a_method_that_are_gone(tmp_path: 
         assert d.chat.current_chat.settings == {}
 
 
-async def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(tmp_path: Path) -> None:
+async def test_a_chat_whose_model_cannot_be_loaded_keeps_it_until_the_next_reply(tmp_path: Path) -> None:
     messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
     store, models = ChatStore(tmp_path / "chats"), ModelReferences("demo-draft")
     store.save(SavedChat("one", messages, NOON, NOON, target="demo-draft", title="one", models=models))
@@ -337,8 +337,11 @@ async def test_a_chat_whose_model_cannot_be_loaded_is_saved_with_the_loaded_one(
 
     async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
         await d.send("/load one")
-        await d.said("This chat still uses demo.")
+        await d.said("For now, this chat uses demo.")
         await d.settled()
+        saved = store.load("one")
+        assert (saved.target, saved.models) == ("demo-draft", models)
+        await d.say("Again")
         saved = store.load("one")
         assert (saved.target, saved.models) == ("demo", ModelReferences("demo"))
 
@@ -404,8 +407,8 @@ async def test_a_command_that_waited_for_the_model_keeps_the_options_before_it(t
     async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
         switch = d.chat.use_runtime
 
-        async def and_send(runtime: Any) -> None:
-            await switch(runtime)
+        async def and_send(runtime: Any, **options: Any) -> None:
+            await switch(runtime, **options)
             d.chat.use_runtime = switch  # type: ignore[method-assign]
             await d.chat.send_text("/draft demo-draft")
 

@@ -29,8 +29,8 @@ from tests.backends.tiny_models import write_llama
 from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
 from tests.tui.driving import check_screen
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
 REFERENCE = f"hf:{REPOSITORY}"
 
@@ -267,7 +267,7 @@ async def test_the_memory_and_the_draft_model_come_from_the_plan(tmp_path: Path)
 
 
 async def test_running_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    runtime = ScriptedRuntime([Script(text=LONG_TEXT, pause_seconds=0.005)])
     async with driving(loading(runtime), tmp_path) as d:
         await d.send("Hello")
         await d.said("word word")

@@ -24,10 +24,10 @@ from edgespec.tui.widgets.prompt import PromptInput
 from tests.backends.tiny_models import write_llama
 from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+SLOW = Script(text=LONG_TEXT, pause_seconds=0.005)
 
 
 def saved(d: Driver) -> SavedChat:

@@ -17,7 +17,7 @@ from edgespec.tui.widgets.messages import MESSAGE_KEYS, message_key_hint
 from edgespec.tui.worker import Load
 from tests.cases import first
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -189,7 +189,7 @@ async def test_a_reply_before_other_messages_is_continued_as_a_new_version(tmp_p
 
 @pytest.mark.long
 async def test_keys_during_a_reply_stop_it_first(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="word " * 2000, pause_seconds=0.005)])
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text=LONG_TEXT, pause_seconds=0.005)])
     async with driving(loading(runtime), tmp_path) as d:
         await d.say("first")
         await d.send("second")
@@ -303,7 +303,7 @@ async def test_the_same_note_is_shown_once(tmp_path: Path) -> None:
 
 
 
-SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+SLOW = Script(text=LONG_TEXT, pause_seconds=0.005)
 
 
 async def test_delete_during_a_reply_deletes_only_this_exchange(tmp_path: Path) -> None:

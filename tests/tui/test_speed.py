@@ -16,6 +16,7 @@ import edgespec
 from edgespec import MethodReport, Stats
 from edgespec.bench.race import Race
 from edgespec.errors import CancelledError
+from edgespec.methods.auto.combined_drafter import UnusedDrafter
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
 from edgespec.tui.commands.information import why, why_text
@@ -134,6 +135,37 @@ def test_a_users_model_is_not_called_a_toy_because_of_its_name(name: str, path: 
     scripted.target = replace(facts(name), path=path)
     assert "demo model" not in why_text(runtime, replace(LIVE, gain=0.05), made_up_stats(30), {})
     assert not [text for text in notices(runtime) if "toy" in text]
+
+
+NOT_USED = (
+    "The draft model demo-draft is loaded, but was not used in this reply: one guess takes 46% of the time of"
+    " a word, and 55% of its first guesses are right. With it, replies would be about 0.93x as fast as"
+    " without guesses."
+)
+
+
+@pytest.mark.parametrize(
+    ("unused", "said"),
+    [
+        (
+            UnusedDrafter("model", 0.46, 0.55, 0.93),
+            NOT_USED,
+        ),
+        (UnusedDrafter("model", 0.3, 0.8, 1.2), "is tried again as soon as the limit on slowdowns allows."),
+        (UnusedDrafter("model", 0.3, None, None), "one guess takes 30% of the time of a word."),
+        (UnusedDrafter("model", 0.0, None, None), "its speed has not been measured yet."),
+        (UnusedDrafter("eagle", 0.3, None, None), "The EAGLE head is loaded, but was not used"),
+    ],
+)
+@pytest.mark.parametrize("effective", ["suffix", "none"])
+def test_why_says_why_a_loaded_draft_model_is_not_used(
+    unused: UnusedDrafter, said: str, effective: str
+) -> None:
+    runtime, stats = as_runtime(ScriptedRuntime()), made_up_stats(30)
+    method = replace(LIVE, effective=effective, unused=(unused,))
+    assert said in why_text(runtime, method, stats, {})
+    assert "is loaded" not in why_text(runtime, replace(method, requested="suffix"), stats, {})
+    assert "unused" not in method.to_json()
 
 
 def test_why_suggests_only_a_draft_model_that_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

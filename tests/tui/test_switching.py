@@ -23,7 +23,7 @@ from edgespec.tui.saved_chats import open_chat
 from edgespec.tui.worker import Load
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tui.driving import driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, facts, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, as_runtime, facts, loading
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 ASK = "How do I list files by size?"
@@ -99,7 +99,7 @@ async def test_a_name_that_is_unknown_or_in_use_unloads_nothing(demo: Load, tmp_
 
 @pytest.mark.long
 async def test_the_running_reply_is_stopped_and_the_old_model_unloaded_first(tmp_path: Path) -> None:
-    old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    old = ScriptedRuntime([Script(text=LONG_TEXT, pause_seconds=0.005)])
     new = ScriptedRuntime(target=facts("demo-mlx"))
     closed_before: list[bool] = []
 
@@ -176,7 +176,7 @@ async def test_continue_waits_for_the_model_of_the_chat(tmp_path: Path) -> None:
     ChatStore(tmp_path / "chats").save(
         SavedChat("one", messages, NOON, NOON, target="demo-draft", unfinished=True, models=models)
     )
-    old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    old = ScriptedRuntime([Script(text=LONG_TEXT, pause_seconds=0.005)])
     new = ScriptedRuntime([Script(text=" the end.")], facts("demo-draft"))
     async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
         await d.send("/continue")
@@ -194,7 +194,7 @@ async def test_the_chat_chosen_last_keeps_its_model(tmp_path: Path) -> None:
         models = ModelReferences(name)
         store.save(SavedChat(name, messages, NOON, NOON, target=name, title=name, models=models))
     stored = {chat.id: chat for chat in store.list()}
-    old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    old = ScriptedRuntime([Script(text=LONG_TEXT, pause_seconds=0.005)])
     new = ScriptedRuntime(target=facts("demo-draft"))
     async with driving(loading(old), tmp_path, load_other=lambda *_: loading(new)) as d:
         await d.send("a question")
@@ -228,6 +228,26 @@ async def test_what_is_sent_before_the_loading_screen_waits_for_the_model(tmp_pa
         await until(d.pilot, lambda: not d.chat.holds_waiting, "the model")
         await d.settled()
         assert len(new.asked) == 2
+
+
+async def test_a_command_that_is_sent_before_the_loading_screen_waits_for_the_model(tmp_path: Path) -> None:
+    loaded: list[str] = []
+
+    def load_other(reference: str) -> Load:
+        loaded.append(reference)
+        return loading(ScriptedRuntime(target=facts(reference)))
+
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
+        d.chat.load_model("demo-mlx")
+        await d.chat.send_text("/set seed 7")
+        await d.chat.send_text("/model demo-draft")
+        assert d.chat.waiting.texts == ["/set seed 7", "/model demo-draft"]
+        assert d.chat.current_chat.settings == {}
+        await until(d.pilot, lambda: d.chat.runtime.target.name == "demo-draft", "the second model")
+        await d.settled()
+        assert loaded == ["demo-mlx", "demo-draft"]
+        assert d.chat.current_chat.settings == {"seed": 7}
+        assert not d.chat.waiting.texts
 
 
 async def test_files_that_are_read_during_a_switch_are_sent_later(

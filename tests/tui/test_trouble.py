@@ -23,9 +23,9 @@ from edgespec.tui.chat_view import ChatView
 from edgespec.tui.widgets.messages import ReplyMessage
 from tests.cases import first
 from tests.tui.driving import driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, as_runtime, loading
 
-SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+SLOW = Script(text=LONG_TEXT, pause_seconds=0.005)
 
 
 async def test_loading_shows_progress(tmp_path: Path) -> None:
@@ -75,10 +75,11 @@ async def test_every_message_typed_while_loading_is_sent_in_order(tmp_path: Path
     async with driving(loading(runtime, gate=gate), tmp_path, wait=False) as d:
         await d.write("/set seed 7")
         await d.press("enter")
+        await d.sees("This command will run as soon as the model is loaded.")
         await d.write("one")
         await d.press("enter")
         await d.sees("Waiting  one")
-        await d.sees("These messages will be sent one after the other")
+        await d.sees("These messages and commands will be handled")
         await d.write('"""two')
         await d.press("enter")
         await d.write('lines"""')
@@ -308,7 +309,7 @@ async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_a_reply_stopped_while_the_processor_is_busy_can_be_continued(tmp_path: Path) -> None:
-    busy = Script("word " * 2000, pause_seconds=0.005, busy_passes=5000)
+    busy = Script(LONG_TEXT, pause_seconds=0.005, busy_passes=5000)
     async with driving(loading(ScriptedRuntime([busy])), tmp_path, size=(100, 30)) as d:
         await d.send("one")
         await d.sees("word word")

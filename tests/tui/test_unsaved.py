@@ -23,9 +23,9 @@ from edgespec.tui.downloads import Download
 from edgespec.tui.widgets.messages import Panel
 from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
-SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+SLOW = Script(text=LONG_TEXT, pause_seconds=0.005)
 
 
 class TestUnsaved:

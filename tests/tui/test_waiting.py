@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
 
 def runtime_with_gate(*more: Script) -> tuple[ScriptedRuntime, threading.Event]:
@@ -66,10 +66,10 @@ async def test_up_takes_back_the_newest_message(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_escape_stops_the_reply_and_the_next_message_is_sent(tmp_path: Path) -> None:
-    long = Script("many words " * 1000, pause_seconds=0.02)
+    long = Script(LONG_TEXT, pause_seconds=0.02)
     async with driving(loading(ScriptedRuntime(scripts=[long])), tmp_path) as d:
         await d.send("one")
-        await d.said("many words")
+        await d.said("word word")
         await d.send("two")
         await d.press("escape")
         await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 4, "the second reply")
@@ -111,10 +111,10 @@ async def test_an_error_stays_on_the_screen_until_the_next_message_is_sent(tmp_p
 
 
 async def test_another_chat_returns_the_messages_to_the_input(tmp_path: Path) -> None:
-    long = Script("many words " * 1000, pause_seconds=0.02)
+    long = Script(LONG_TEXT, pause_seconds=0.02)
     async with driving(loading(ScriptedRuntime(scripts=[long])), tmp_path) as d:
         await d.send("one")
-        await d.said("many words")
+        await d.said("word word")
         await d.send("two")
         await d.press("ctrl+n")
         await until(d.pilot, lambda: d.chat.prompt.text == "two", "the message")
@@ -123,11 +123,11 @@ async def test_another_chat_returns_the_messages_to_the_input(tmp_path: Path) ->
 
 
 async def test_another_model_answers_the_messages_that_wait(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime(scripts=[Script("many words " * 1000, pause_seconds=0.02)])
+    runtime = ScriptedRuntime(scripts=[Script(LONG_TEXT, pause_seconds=0.02)])
     other = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path, load_other=lambda _: loading(other)) as d:
         await d.send("one")
-        await d.said("many words")
+        await d.said("word word")
         await d.send("two")
         d.chat.post_message(d.chat.ModelChosen("other"))
         await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 4, "the second reply")

@@ -31,10 +31,11 @@ from edgespec.backends.llamacpp.weight_stream import (
     LayerRanges,
     WeightStream,
     advise,
+    out_of_memory,
     saved_bytes,
     streamable_layers,
 )
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.gguf_files import gguf_files, tensor_size
 from edgespec.model.formats.gguf_header import GgufTensor, read_header
@@ -293,6 +294,8 @@ class ExpertStream(WeightStream):
         self._present = np.zeros(self._uses.size, np.bool_)
         self._present[table.most_used(self._uses, self._pool_bytes)] = True
         self._held_bytes = int(table.sizes[self._present].sum())
+        # Maximum size of the experts in memory. It is smaller than planned while memory is low.
+        self._limit_bytes = self._pool_bytes
         # The experts of the layer being computed, and those of the next one that are predicted and not yet
         # read.
         self._needed = self._ahead = np.empty(0, np.int64)
@@ -331,58 +334,80 @@ class ExpertStream(WeightStream):
     def _run(self) -> None:
         """Read the experts that passes ask for, then those that are predicted."""
         with self._pool:
-            while True:
-                with self._state:
-                    self._state.wait_for(
-                        lambda: self._closed or self._answered != self._asked or self._ahead.size > 0
-                    )
-                    if self._closed:
-                        return
-                    asked = self._asked
-                    is_ahead = self._answered == asked
-                    wanted = self._ahead[:1] if is_ahead else self._needed
-                    protected = np.concatenate([self._needed, self._ahead]) if is_ahead else self._needed
-                    wanted = wanted[~self._present[wanted]]
-                    removed = self._make_room(wanted, protected)
-                    self._ahead = self._ahead[1:] if removed is not None else self._ahead[:0]
-                if removed is None:
-                    continue
-                for part in removed:
-                    self._free(part)
-                missing = LayerRanges(0, 0, tuple(self._ranges(wanted)))
-                error = self._read_layer(missing, self._restarts) if missing.ranges else None
-                with self._state:
-                    if error is None:
-                        self._present[wanted] = True
-                        self.read_bytes += missing.size_bytes
-                        self.ahead_bytes += missing.size_bytes * is_ahead
-                    else:
-                        self._free(missing)
-                        self._held_bytes -= missing.size_bytes
-                    if not is_ahead:
-                        self._answered, self._error = asked, error
-                    self._state.notify_all()
+            while self._wait_for_work(lambda: self._answered != self._asked or self._ahead.size > 0):
+                try:
+                    self._read_next()
+                except MemoryError:
+                    # A pass would wait forever for a reader that has ended.
+                    self._fail(out_of_memory())
 
-    def _make_room(self, wanted: NDArray[np.int64], protected: NDArray[np.int64]) -> list[LayerRanges] | None:
-        """Choose the experts to free for `wanted`, or return None if there is not enough room.
+    def _read_next(self) -> None:
+        """Read the experts that a pass waits for, or else the next predicted one."""
+        with self._state:
+            asked = self._asked
+            is_ahead = self._answered == asked
+            wanted = self._ahead[:1] if is_ahead else self._needed
+            protected = np.concatenate([self._needed, self._ahead]) if is_ahead else self._needed
+            wanted = wanted[~self._present[wanted]]
+            missing = LayerRanges(0, 0, tuple(self._ranges(wanted)))
+            removed = self._make_room(missing.size_bytes, protected)
+            self._ahead = self._ahead[1:] if removed is not None else self._ahead[:0]
+        if removed is None:
+            return
+        for part in removed:
+            self._free(part)
+        error = self._read_layer(missing, self._restarts) if missing.ranges else None
+        with self._state:
+            if error is None:
+                self._present[wanted] = True
+                self._held_bytes += missing.size_bytes
+                self.read_bytes += missing.size_bytes
+                self.ahead_bytes += missing.size_bytes * is_ahead
+            else:
+                self._free(missing)
+            if not is_ahead:
+                self._answered, self._error = asked, error
+            self._state.notify_all()
+
+    def _fail(self, error: BackendError) -> None:
+        """Report an error to the pass that waits for experts, and read nothing ahead."""
+        with self._state:
+            self._ahead = self._ahead[:0]
+            if self._answered != self._asked:
+                self._answered, self._error = self._asked, error
+            self._state.notify_all()
+
+    def _make_room(self, needed_bytes: int, protected: NDArray[np.int64]) -> list[LayerRanges] | None:
+        """Choose the experts to free for others, or return None if there is not enough room.
 
         The least used experts that are not `protected` are freed first.
         """
-        needed_bytes = int(self._table.sizes[wanted].sum())
         uses = np.where(self._present, self._uses, math.inf)
         uses[protected] = math.inf
         removed: list[int] = []
         held_bytes = self._held_bytes
-        while held_bytes + needed_bytes > self._pool_bytes:
+        while held_bytes + needed_bytes > self._limit_bytes:
             least = int(uses.argmin())
             if math.isinf(uses[least]):
                 return None
             uses[least] = math.inf
             removed.append(least)
             held_bytes -= int(self._table.sizes[least])
+        # Change the state last, because the memory for these lists can be missing.
+        parts = [self._table.part(number) for number in removed]
         self._present[removed] = False
-        self._held_bytes = held_bytes + needed_bytes
-        return [self._table.part(number) for number in removed]
+        self._held_bytes = held_bytes
+        return parts
+
+    def _adapt(self, spare_bytes: int) -> None:
+        """Free the least used experts if memory is low, and keep more of them again when there is enough."""
+        with self._state:
+            limit_bytes = max(self._held_bytes + spare_bytes, self._table.largest_layer_bytes)
+            self._limit_bytes = min(limit_bytes, self._pool_bytes)
+            # A pass may be computing with the experts that it has asked for last.
+            removed = self._make_room(0, self._needed)
+        for part in removed or ():
+            self._free(part)
 
     def begin_pass(self, is_interrupted: Callable[[], bool], layers: int | None = None) -> None:
         self._is_interrupted, self._stopped, self._failed = is_interrupted, False, False

@@ -13,6 +13,7 @@ kernel also evicts other programs' cached files, and a truncated file kills the 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -30,7 +31,13 @@ from typing import Any, NamedTuple
 
 from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.native import library
-from edgespec.errors import BackendError, CancelledError, CapabilityError, EdgespecError
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    EdgespecError,
+    OutOfMemoryError,
+)
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.gguf_files import gguf_files, tensor_size
 from edgespec.model.formats.gguf_header import read_header
@@ -48,6 +55,7 @@ __all__ = [
     "choose_streamed",
     "file_mappings",
     "forget_peak_memory",
+    "out_of_memory",
     "replace_mapping",
     "saved_bytes",
     "spread_evenly",
@@ -301,7 +309,12 @@ class WeightStream:
         )
 
     def _load(self, part: FileRange) -> None:
-        """Read part of a file into memory. Raises BackendError if the file is unreadable or has changed."""
+        """Read part of a file into memory.
+
+        Raises:
+            BackendError: The file is unreadable or has changed.
+            OutOfMemoryError: There is not enough memory.
+        """
         file, address, done = self._files[part.file], self._address(part), 0
         size_bytes, _ = self._states[part.file]
         try:
@@ -317,6 +330,8 @@ class WeightStream:
                 return
             reason = "the file was changed while the model was in use"
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise out_of_memory() from error
             reason = error.strerror or str(error)
         raise BackendError(
             f"the weights in {self._paths[part.file]} cannot be read: {reason}",
@@ -329,17 +344,13 @@ class WeightStream:
             advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
 
     def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
-        """Read fewer layers ahead while memory is low. See `LanguageModel.watch_memory`."""
+        """Keep fewer weights in memory while memory is low. See `LanguageModel.watch_memory`."""
         self._spare_bytes = spare_bytes
 
     def _run(self) -> None:
         """Read the streamed layers in a cycle, pausing while `_max_layers` of them are in memory."""
         with self._pool:
-            while True:
-                with self._state:
-                    # Check the memory while waiting too, because layers that were read ahead stay in memory.
-                    self._state.wait_for(lambda: self._closed or self._can_read, _CHECK_SECONDS)
-                self._check_memory()
+            while self._wait_for_work(lambda: self._can_read):
                 with self._state:
                     if self._closed:
                         return
@@ -354,6 +365,18 @@ class WeightStream:
                         self._read, self._error = self._read + 1, error
                     self._state.notify_all()
 
+    def _wait_for_work(self, has_work: Callable[[], bool]) -> bool:
+        """Wait in the reader's thread until there is work or a second has passed, and check the memory.
+
+        Returns:
+            False if the stream was closed.
+        """
+        with self._state:
+            # Check the memory while waiting too, because weights that were read stay in memory.
+            self._state.wait_for(lambda: self._closed or has_work(), _CHECK_SECONDS)
+        self._check_memory()
+        return not self._closed
+
     def _read_layer(self, layer: LayerRanges, restarts: int) -> BackendError | None:
         """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
 
@@ -366,10 +389,13 @@ class WeightStream:
             reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
             # The interpreter is shutting down and the model was never closed, so no new reads can be
-            # submitted. `submit` cannot fail for any other reason, because all threads of the pool have been
-            # started.
+            # submitted. `submit` cannot raise RuntimeError for any other reason, because all threads of the
+            # pool have been started.
             wait(reads)
             return BackendError("cannot read the weights, because edgespec is exiting")
+        except MemoryError:
+            wait(reads)
+            return out_of_memory()
         # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
         wait(reads)
         try:
@@ -377,6 +403,8 @@ class WeightStream:
                 read.result()
         except BackendError as error:
             return error
+        except MemoryError:
+            return out_of_memory()
         except Exception as error:
             # Report every error, because passes would otherwise wait forever for a reader that has exited.
             return BackendError(
@@ -398,15 +426,16 @@ class WeightStream:
         return self._has_room and self._error is None
 
     def _check_memory(self) -> None:
-        """Free the layers that were read ahead if memory is low. Called only in the reader's thread."""
+        """Adapt to the free memory, at most once per second. Called only in the reader's thread."""
         if self._spare_bytes is None or now() < self._next_check:
             return
         self._next_check = now() + _CHECK_SECONDS
-        try:
-            spare_bytes = self._spare_bytes()
-        except Exception:
-            # Passes would wait forever for a reader that has ended.
-            return
+        # Passes would wait forever for a reader that has ended.
+        with suppress(Exception):
+            self._adapt(self._spare_bytes())
+
+    def _adapt(self, spare_bytes: int) -> None:
+        """Free the layers that were read ahead if memory is low. See `LanguageModel.watch_memory`."""
         with self._state:
             if spare_bytes < 0 and self._max_layers > 1 and self._error is None:
                 self._max_layers = 1
@@ -546,6 +575,14 @@ def _start_pool() -> ThreadPoolExecutor:
         pool.shutdown()
         raise
     return pool
+
+
+def out_of_memory() -> OutOfMemoryError:
+    """Return the error of a pass for which weights could not be read."""
+    return OutOfMemoryError(
+        "there is not enough memory to read the weights",
+        "close other programs, or load the model with a smaller --memory",
+    )
 
 
 def _parts(whole: FileRange) -> Iterator[FileRange]:

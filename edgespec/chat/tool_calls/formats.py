@@ -71,6 +71,41 @@ _JSON_TYPES: dict[type, frozenset[str]] = {
 }
 
 
+def _read_calls(
+    reader: TextReader,
+    writer: CallWriter,
+    read_call: Callable[[TextReader, CallWriter], Wait[bool]],
+    closes: tuple[str, ...],
+    *,
+    can_be_list: bool = True,
+) -> Wait[bool]:
+    """Read one call or, if `can_be_list` is set, a list of calls, and the closing markers after them.
+
+    Args:
+        reader: The text.
+        writer: Receives the calls.
+        read_call: Reads one call. Returns False if the text is invalid.
+        closes: The markers after the calls. They may be missing.
+        can_be_list: Whether calls in square brackets are a list of calls.
+
+    Returns:
+        Whether the text is valid.
+    """
+    yield from reader.space()
+    in_list = can_be_list and (yield from reader.literal("["))
+    while True:
+        yield from reader.space()
+        if not (yield from read_call(reader, writer)):
+            return False
+        yield from reader.space()
+        if not (in_list and (yield from reader.literal(","))):
+            break
+    if in_list and not (yield from reader.literal("]")):
+        return False
+    yield from read_closes(reader, closes)
+    return True
+
+
 @dataclass(frozen=True)
 class _JsonForm:
     """Tool calls such as `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
@@ -100,19 +135,7 @@ class _JsonForm:
         return self.opens + self.closes
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
-        yield from reader.space()
-        in_list = yield from reader.literal("[")
-        while True:
-            yield from reader.space()
-            if not (yield from self._read_call(reader, writer)):
-                return False
-            yield from reader.space()
-            if not (in_list and (yield from reader.literal(","))):
-                break
-        if in_list and not (yield from reader.literal("]")):
-            return False
-        yield from read_closes(reader, self.closes)
-        return True
+        return (yield from _read_calls(reader, writer, self._read_call, self.closes))
 
     def _read_call(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
         if not (yield from reader.literal("{")):
@@ -354,24 +377,19 @@ class _LiteralForm:
         return (*self.opens, *self.closes, self.quote)
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
-        yield from reader.space()
-        in_list = self.is_list and (yield from reader.literal("["))
-        while True:
-            yield from reader.space()
-            yield from reader.literal(self.before_name)
-            name = yield from reader.until(self.brackets[:1], MAX_NAME_CHARACTERS)
-            if name is None or not _NAME.fullmatch(name.strip()) or not writer.begin(name.strip()):
-                return False
-            yield from reader.literal(self.brackets[0])
-            if not (yield from self._read_object(reader, writer.write, self.name_end, self.brackets[1])):
-                return False
-            writer.end()
-            yield from reader.space()
-            if not (in_list and (yield from reader.literal(","))):
-                break
-        if in_list and not (yield from reader.literal("]")):
+        return (
+            yield from _read_calls(reader, writer, self._read_call, self.closes, can_be_list=self.is_list)
+        )
+
+    def _read_call(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        yield from reader.literal(self.before_name)
+        name = yield from reader.until(self.brackets[:1], MAX_NAME_CHARACTERS)
+        if name is None or not _NAME.fullmatch(name.strip()) or not writer.begin(name.strip()):
             return False
-        yield from read_closes(reader, self.closes)
+        yield from reader.literal(self.brackets[0])
+        if not (yield from self._read_object(reader, writer.write, self.name_end, self.brackets[1])):
+            return False
+        writer.end()
         return True
 
     def _read_object(

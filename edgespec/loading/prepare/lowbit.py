@@ -9,8 +9,15 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.methods.lowbit.drafter import COPY_FILE, can_save_time, find_lowbit, is_valid
-from edgespec.methods.lowbit.substitutes import KIND, SUBSTITUTES_FILE, Substitutes
+from edgespec.methods.lowbit.drafter import (
+    COPY_FILE,
+    KIND,
+    SUBSTITUTES_FILE,
+    Substitutes,
+    can_save_time,
+    find_lowbit,
+    is_valid,
+)
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at

@@ -24,7 +24,23 @@ from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft
 from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
 from edgespec.methods.running_stats import RunningMean
 
-__all__ = ["ChosenTokens", "CombinedDrafter", "merge_trees", "prune_optional"]
+__all__ = ["ChosenTokens", "CombinedDrafter", "UnusedDrafter", "merge_trees", "prune_optional"]
+
+
+class UnusedDrafter(NamedTuple):
+    """A drafter that is loaded and runs a model, but has drafted nothing in a reply.
+
+    Attributes:
+        name: Name of the drafter, such as "model".
+        token_cost: Time to draft a token, relative to a single-token target pass. 0 if unknown.
+        acceptance_rate: Share of its drafts' first tokens that were accepted. None if not measured.
+        speed_up: Expected speed with this drafter alone, relative to plain decoding. None if not measured.
+    """
+
+    name: str
+    token_cost: float
+    acceptance_rate: float | None
+    speed_up: float | None
 
 
 class ChosenTokens:
@@ -172,6 +188,24 @@ class CombinedDrafter(Drafter):
         Measured before the first draft. Unmeasured durations are 0.
         """
         return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
+
+    def unused_models(self, used: Container[str], target_step_seconds: float) -> tuple[UnusedDrafter, ...]:
+        """Describe the drafters that run a model, except for those in `used`.
+
+        Args:
+            used: Names of drafters.
+            target_step_seconds: Duration of a single-token target pass.
+        """
+        return tuple(
+            UnusedDrafter(
+                name,
+                (stats.acceptance.level_seconds or stats.drafter.pass_seconds) / target_step_seconds,
+                stats.acceptance.reach_probs(1)[0] if stats.is_measured else None,
+                self.selector.expected_speed_up(stats),
+            )
+            for name, stats in self._models.items()
+            if name not in used
+        )
 
     def select_text_kind(self, kind: str) -> None:
         for stats in self._stats:

@@ -18,7 +18,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.backoff import Backoff
-from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.combined_drafter import CombinedDrafter, UnusedDrafter
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker, WorstCaseCosts
 from edgespec.methods.base import Drafter, DrafterMemory
@@ -388,6 +388,7 @@ class AutoController(Drafter):
             tuple(self._contributors) if loss_tracker.credit_seconds > 0.0 or drafts_often else (),
             status.reason,
             status.chat_reason,
+            self._drafter.unused_models(self._contributors, step_seconds),
         )
 
     def note(self) -> str:
@@ -426,6 +427,7 @@ class ControllerReport(NamedTuple):
         drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
         reason: A clause that says why drafts are or are not used.
         chat_reason: The same clause in simpler terms, for the chat.
+        unused: The drafters that run a model but have drafted nothing in this reply.
     """
 
     target_step_seconds: float
@@ -436,6 +438,7 @@ class ControllerReport(NamedTuple):
     drafters: tuple[str, ...]
     reason: str
     chat_reason: str
+    unused: tuple[UnusedDrafter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,9 +232,33 @@ class ModelSelector:
             can_draft_more = 0 < stats.empty_draft_levels < draft_length
             return inf if can_draft_more or not acceptance.was_empty else 0.0
         estimate = self._other_estimate if stats.drafter.drafts_forced else self._estimate
+        speed = self._speed_with(stats, draft_length, estimate, long_term=long_term)
+        return speed / estimate.speed(self._v)
+
+    def expected_speed_up(self, stats: DrafterStats) -> float | None:
+        """Return the expected speed with this drafter alone, relative to plain decoding.
+
+        Returns None if the drafter's speed has not been measured yet.
+        """
+        if not self._is_measured(stats):
+            return None
+        return self._speed_with(stats, COMPARED_DRAFT_LENGTHS[-1], RoundEstimate(), long_term=False)
+
+    def _speed_with(
+        self, stats: DrafterStats, draft_length: int, estimate: RoundEstimate, *, long_term: bool
+    ) -> float:
+        """Return the expected speed relative to plain decoding if a drafter adds to the drafts of others.
+
+        Args:
+            stats: The drafter.
+            draft_length: Maximum length of the draft.
+            estimate: Estimate of the drafts of the others.
+            long_term: Whether to use long-term acceptance rates instead of recent ones.
+        """
+        acceptance = stats.acceptance
         reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))
-        speed = max(
+        return max(
             estimate.speed_with(
                 reach_probs[:levels],
                 round(levels * acceptance.level_rows),
@@ -245,7 +269,6 @@ class ModelSelector:
             for levels in (COMPARED_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
-        return speed / estimate.speed(self._v)
 
 
 @dataclass(frozen=True, slots=True)

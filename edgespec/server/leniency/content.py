@@ -48,6 +48,8 @@ _MEDIA = frozenset(
     {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
     | {"file", "input_file", "document"}
 )
+# Fields of unknown parts that can hold encoded files or encrypted text, which models cannot read.
+_DATA_FIELDS = ("blob", "data", "encrypted_content")
 # The field that holds an image, keyed by part type.
 _IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
 # Role names used by LangChain, Gemini and ShareGPT, mapped to OpenAI's.
@@ -149,25 +151,24 @@ def read_image(place: str, data: str) -> Image:
 
 
 def result_text(place: str, content: Any) -> str:
-    """Return the text of a tool result, with a note in place of each non-text part.
+    """Return the text of a tool result, with a note in place of each image or file.
 
     An agent cannot remove a tool result from its conversation, so don't reject images in tool results. Use
-    `omitted_parts` to list the omitted parts.
+    `omitted_parts` to list the omitted parts. Parts of unknown types, such as the results of a web search,
+    are kept as JSON.
     """
     parts = _parts(place, content)
     if parts is not None:
-        return "\n".join(
-            part_text(at, part) if is_text(part) else f"[{_kind(part)} omitted: text only]"
-            for at, part in parts
-        )
+        return "\n".join(part_text(at, part) if is_text(part) else _any_text(part) for at, part in parts)
     if isinstance(content, Mapping):
         return json.dumps(content, ensure_ascii=False)
     return text_of(place, content)
 
 
 def omitted_parts(place: str, content: Any) -> list[str]:
-    """Return the locations of the non-text parts of a tool result."""
-    return [at for at, part in _parts(place, content) or () if not is_text(part)]
+    """Return the locations of the images and files in a tool result."""
+    parts = _parts(place, content) or ()
+    return [at for at, part in parts if _kind(part) in _MEDIA and not is_text(part)]
 
 
 def _parts(place: str, content: Any) -> list[tuple[str, Any]] | None:
@@ -182,26 +183,52 @@ def is_text(part: Any) -> bool:
     return isinstance(part, str) or _kind(part) in _TEXT_FIELDS or _document(part) is not None
 
 
-def _document(part: Any) -> str | None:
+def _document(part: Any, *, may_omit: bool = False) -> str | None:
     """Return the text of Anthropic's documents and search results, or None for other parts.
 
-    It begins with the title, and the document's context or the search result's address. Documents can also be
-    PDF files or links, which are not text.
+    It begins with the title, and the document's context or the search result's address. Malformed texts are
+    kept as JSON. Documents can also be PDF files or links, which are not text.
+
+    Args:
+        part: The part.
+        may_omit: Whether to replace images in a document with notes. If not, such a document is not text.
     """
     kind, source = _kind(part), _field(part, "source")
-    content = None
     if kind == "search_result":
-        content = _field(part, "content")
+        content, heading = _field(part, "content"), [_field(part, "title"), source]
     elif kind == "document":
-        content = _field(source, {"text": "data", "content": "content"}.get(str(_field(source, "type")), ""))
-    texts = [content] if isinstance(content, str) else content
-    if not isinstance(texts, list) or not all(
-        isinstance(each, str) or _kind(each) == "text" for each in texts
-    ):
+        name = {"text": "data", "content": "content"}.get(str(_field(source, "type")), "")
+        content, heading = _field(source, name), [_field(part, "title"), _field(part, "context")]
+        if content is None:
+            return None
+    else:
         return None
-    heading = [_field(part, "title"), source if kind == "search_result" else _field(part, "context")]
-    body = [each if isinstance(each, str) else _field(each, "text") for each in texts]
-    return "\n".join(each for each in (*heading, *body) if isinstance(each, str) and each)
+    body = content if isinstance(content, list) else [content]
+    if kind == "document" and not may_omit and any(_kind(each) in _MEDIA for each in body):
+        return None
+    return "\n".join(filter(None, (_any_text(each) for each in (*heading, *body) if each is not None)))
+
+
+def _any_text(part: Any) -> str:
+    """Return the text of a part, a note if it is an image or a file, or the part as JSON if it is neither."""
+    if isinstance(part, str):
+        return part
+    if (document := _document(part, may_omit=True)) is not None:
+        return document
+    kind = _kind(part)
+    if kind in _MEDIA:
+        return f"[{kind} omitted: text only]"
+    text = _field(part, _TEXT_FIELDS.get(kind, ""))
+    return text if isinstance(text, str) else json.dumps(_without_data(part), ensure_ascii=False)
+
+
+def _without_data(value: Any) -> Any:
+    """Return a part as JSON-compatible objects, without the fields that hold encoded files."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return {name: _without_data(each) for name, each in value.items() if name not in _DATA_FIELDS}
+    return [_without_data(each) for each in value] if isinstance(value, list) else value
 
 
 def _kind(part: Any) -> str:

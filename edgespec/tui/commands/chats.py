@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.chat.exporting import messages_as_markdown, write_export
 from edgespec.chat.importing import ExportedChats
-from edgespec.chat.store import FoundChat, find_chat, search
+from edgespec.chat.store import FoundChat, closest_chats, find_chat, search
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.commands.results import (
     Action,
@@ -54,11 +54,14 @@ def _load(context: Context) -> Result:
             "chats", otherwise=lambda: _listed(context.archive, "", "There are no saved chats yet.")
         )
     title = unquoted(context.argument)
-    found = find_chat(context.archive.list(), title)
+    chats = context.archive.list()
+    found = find_chat(chats, title)
     if found is None:
+        close = [f"“{chat.title}”" for chat in closest_chats(chats, title)]
+        suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
         raise OptionError(
             f"No saved chat has {title!r} in its title",
-            f"{context.list_hint}. To change the model, type /model",
+            f"{suggestion}{context.list_hint}. To change the model, type /model",
             code="chat_not_found",
         )
     return Open(found)

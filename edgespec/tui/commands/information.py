@@ -1,8 +1,9 @@
 """Commands that show what the chat uses and how fast it is.
 
 `/why` explains the speed of the last reply. Three sentences say how the reply was sped up, what limited the
-speed-up, and what to try next. A fourth sentence is added if bit-identical replies cost speed, or if replies
-can differ from plain decoding. Before the first reply, `/why` says what speed-up to expect.
+speed-up, and what to try next. Further sentences say why a draft model that is loaded was not used, and
+whether bit-identical replies cost speed or replies can differ from plain decoding. Before the first reply,
+`/why` says what speed-up to expect.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.settings import default_sampling
 from edgespec.tui.texts import (
     ROUGH_GAIN,
+    drafter_names,
     exactness_for,
     exactness_sentence,
     factor_text,
@@ -94,7 +96,32 @@ def why_text(
     if method.requested == "auto" and method.effective == "none" and why_no_speed_up(runtime):
         # A draft model would not help either.
         lines[-1] = _who_gains(runtime) or lines[-1]
+    lines[2:2] = _why_unused(runtime, method)
     return "\n".join([*lines, *_exactness(exactness_for(runtime, settings))])
+
+
+def _why_unused(runtime: ChatModel, method: MethodReport) -> list[str]:
+    """Return a sentence for each draft model or head that is loaded but was not used, with what it costs."""
+    if method.requested != "auto":
+        return []
+    texts = []
+    for each in method.unused:
+        if each.name == "model" and runtime.draft is not None:
+            name = f"draft model {runtime.draft.name}"
+        else:
+            name = sources_text(each.name)
+        why = f"one guess takes {percent(each.token_cost)} of the time of a word"
+        if each.acceptance_rate is not None and each.speed_up is not None:
+            why += (
+                f", and {percent(each.acceptance_rate)} of its first guesses are right. With it, replies"
+                f" would be about {each.speed_up:.2f}x as fast as without guesses"
+            )
+            if each.speed_up > 1:
+                why += ", so it is tried again as soon as the limit on slowdowns allows"
+        elif not each.token_cost:
+            why = "its speed has not been measured yet"
+        texts.append(f"The {name} is loaded, but was not used in this reply: {why}.")
+    return texts
 
 
 def _expected(runtime: ChatModel, method: MethodReport) -> list[str]:
@@ -113,6 +140,11 @@ def _expected(runtime: ChatModel, method: MethodReport) -> list[str]:
     )
     if reason := why_no_speed_up(runtime):
         texts = [sentences(f"the speed-up cannot help this model on this machine: {reason}"), cost]
+        texts += [
+            f"The {label.lower()} {name} is loaded, but not used."
+            for label, name in drafter_names(runtime)
+            if method.requested == "auto"
+        ]
         return list(filter(None, [*texts, _who_gains(runtime)]))
     sources = sources_text(method.effective)
     texts = [f"edgespec will guess words, from: {sources}. No reply has been measured yet.", cost]

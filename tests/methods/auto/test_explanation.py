@@ -138,11 +138,24 @@ def test_reason_is_never_empty_and_fits_a_line(standing: DraftingStatus) -> None
 class Reply:
     """A reply under the controller, on its own clock. Wide passes take `wide` target steps."""
 
-    def __init__(self, guesses_at: int, *, wide: float, right: bool, plain_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        guesses_at: int,
+        *,
+        wide: float,
+        right: bool,
+        plain_seconds: float = 1.0,
+        draft_seconds: float | None = None,
+    ) -> None:
         self.now = 0.0
         self._plain, self._wide, self._right = plain_seconds, wide * plain_seconds, right
-        saying = Saying(lambda tokens, _: [0] if len(tokens) >= guesses_at else [])
-        saying.is_lookup = True
+
+        def say(tokens: list[int], _: int) -> list[int]:
+            self.now += draft_seconds or 0.0
+            return [0] if len(tokens) >= guesses_at else []
+
+        saying = Saying(say)
+        saying.is_lookup = draft_seconds is None
         costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
         both = CombinedDrafter([saying], v=costs.v, clock=self.clock)
         self._drafter = AutoController(both, LossTracker(), costs, clock=self.clock)
@@ -150,6 +163,10 @@ class Reply:
 
     def clock(self) -> float:
         return self.now
+
+    def begin(self) -> None:
+        """Begin another reply with the same drafters."""
+        self._drafter.begin([0])
 
     def goes_on(self, rounds: int) -> ControllerReport:
         """Return the report after further rounds."""
@@ -192,3 +209,18 @@ def test_a_failed_retry_is_reported_as_plain_decoding() -> None:
 def test_reason_names_targets_that_are_too_fast(plain_seconds: float, small: bool) -> None:
     account = Reply(2, wide=2.9, right=False, plain_seconds=plain_seconds).goes_on(60)
     assert ("this model is so fast" in account.reason) == small
+
+
+def test_a_model_that_drafted_nothing_is_reported_with_its_measured_cost() -> None:
+    reply = Reply(2, wide=1.1, right=False, draft_seconds=0.5)
+    assert reply.goes_on(40).unused == ()
+    reply.begin()
+    (unused,) = reply.goes_on(3).unused
+    assert unused.name == "saying"
+    assert unused.token_cost == pytest.approx(0.5, rel=0.1)
+    assert unused.acceptance_rate is not None
+    assert unused.acceptance_rate < 0.5
+    assert unused.speed_up == pytest.approx((1 + unused.acceptance_rate) / (0.5 + 1.1), rel=0.1)
+    (unmeasured,) = Reply(99, wide=1.1, right=False, draft_seconds=0.5).goes_on(3).unused
+    assert (unmeasured.acceptance_rate, unmeasured.speed_up) == (None, None)
+    assert Reply(99, wide=1.1, right=True).goes_on(3).unused == ()
