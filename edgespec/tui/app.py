@@ -417,7 +417,8 @@ class ChatApp(App[None]):
         if self.chat is not None and self.archive.unsaved:
             with suppress(ChatFileError):
                 await asyncio.to_thread(
-                    self.archive.save, self.chat.current_chat, self.chat.runtime.target.name)
+                    self.archive.save, self.chat.current_chat, self.chat.runtime.target.name
+                )
         return bool(self.archive.unsaved)
 
     # With `run_worker`, Python would warn that this coroutine was never awaited if the app exits before it

@@ -19,7 +19,6 @@ from edgespec.tui import saved_chats, screen_commands, selection
 from edgespec.tui.attachments import saved_files
 from edgespec.tui.commands import table
 from edgespec.tui.desktop import copy_text, edited
-from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 from edgespec.tui.input_syntax import find_references, missing_files
 from edgespec.tui.screens.help import (
     CHAT_LIST_PART,
@@ -32,6 +31,7 @@ from edgespec.tui.screens.help import (
 from edgespec.tui.selection import finish_edit
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import Sidebar

@@ -1,18 +1,22 @@
-"""A driver for tests of the chat: it types, waits until the app is idle, and reads and compares the screen."""
+"""A driver for tests of the chat. It types, waits until the app is idle, and compares the screen."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
 from textual import events
 from textual.content import Content
 from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
-from datetime import UTC, datetime
+
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat, Setting
 from edgespec.chat.store import ChatStore
@@ -20,8 +24,6 @@ from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.worker import Load
-import os
-import re
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 # A question for the demo model, and settings with which its reply is always the same.
@@ -145,9 +147,7 @@ async def driving(
     **options: Any,
 ) -> AsyncIterator[Driver]:
     """Run the app without a terminal. `options` are additional arguments of `ChatApp`."""
-    app = ChatApp(
-        load, models=ModelReferences("demo"), store=ChatStore(folder / "chats"), **options
-    )
+    app = ChatApp(load, models=ModelReferences("demo"), store=ChatStore(folder / "chats"), **options)
     async with app.run_test(size=size, notifications=True) as pilot:
         driver = Driver(app, pilot)
         if wait:

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import errno
+import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Barrier
+
 import pytest
+
+import edgespec
+from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import AttachedFile, Message
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.model.image import Image
+from edgespec.system.files import data_folder
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 from tests.raising import raises
-from tests.tui.driving import driving
-from tests.tui.scripted import ScriptedRuntime, loading
-import edgespec
-from edgespec.system.files import data_folder
-from tests.tui.scripted import Script, ScriptedRuntime, loading
-import json
-import threading
-from datetime import UTC, datetime
-from edgespec.chat.importing import ExportedChats
-from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat
 from tests.tui.driving import driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
 
 def opened(archive: Archive, chat_id: str) -> OpenChat:
     return OpenChat.opened(archive.load(chat_id), {})

@@ -10,7 +10,6 @@ import pytest
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.chat.store import ChatStore
-from edgespec.tui.open_chat import code_blocks
 from edgespec.tui.widgets.details import StatusLine
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Load
@@ -118,7 +117,6 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
         assert d.chat.prompt.text == ""
 
 
-
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         await d.say(ASK)
@@ -133,7 +131,6 @@ async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None
         shown.append(reply.coloured)
         assert shown == [True, False]
         assert "guessed correctly" not in d.transcript()
-
 
 
 async def test_new_and_clear_leave_the_old_chat_in_the_list(demo: Load, tmp_path: Path) -> None:
@@ -180,7 +177,6 @@ async def test_long_chat_drops_old_messages_and_shows_it(demo: Load, tmp_path: P
         column = list(d.chat.transcript.query_one("#messages").children)
         line = next(place for place, widget in enumerate(column) if widget.has_class("unseen"))
         assert len([w for w in column[:line] if isinstance(w, UserMessage | ReplyMessage)]) == 6
-
 
 
 async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load, tmp_path: Path) -> None:

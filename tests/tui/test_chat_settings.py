@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
 import pytest
 from textual.widgets import Input, TextArea
+
 from edgespec.errors import OptionError
 from edgespec.options.option import TextFile
+from edgespec.options.presets import Preset, preset_path, read_preset, write_preset
 from edgespec.store.installed import RecommendedSetting
-from edgespec.tui.screens.dialogs import SettingsScreen, SystemScreen
+from edgespec.tui.screens.dialogs import PresetScreen, SettingsScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.settings import accepted, read_schema
 from edgespec.tui.widgets.details import StatusLine
 from edgespec.tui.worker import Load
 from tests.raising import raises
-from tests.tui.driving import ASK, STEADY, driving, until
-from tests.tui.scripted import ScriptedRuntime, loading
-from collections.abc import Mapping
-from typing import Any
-from textual.widgets import Input
-from edgespec.options.presets import Preset, preset_path, read_preset, write_preset
-from edgespec.tui.screens.dialogs import PresetScreen
-from tests.tui.driving import Driver, driving, until
+from tests.tui.driving import ASK, STEADY, Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, facts, loading
+
 
 async def test_the_system_prompt_reaches_the_model(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:

@@ -353,7 +353,6 @@ async def test_files_are_found_after_the_working_folder_was_deleted(
         assert d.chat.current_chat.messages[0].files[0].text == "colour"
 
 
-
 async def test_a_file_that_changes_before_it_is_sent(tmp_path: Path, demo: Load) -> None:
     """The message contains the file as it is when sent. A deleted file is not silently left out."""
     Path("notes.txt").write_text("old")

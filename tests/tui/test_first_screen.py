@@ -9,26 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
 import pytest
 from textual.content import Content
+
 import edgespec
 import edgespec.methods.costs.machine_speed as machine_speed
 from edgespec import Exactness, MemoryUse, MethodReport
 from edgespec.methods.base import LoadedHead
-from edgespec.model.registry import format_of
-from edgespec.tui.commands.information import why_text
-from edgespec.tui.preferences import Preferences, preferences_path
-from edgespec.tui.texts import drafting_explanation, welcome_line
-from tests.loading.test_recommendation import machine
-from tests.tui.driving import driving, until
-from tests.tui.scripted import METHOD, ScriptedRuntime, as_runtime, facts, loading
-from edgespec import MemoryUse
 from edgespec.model.model_facts import ModelInfo
+from edgespec.model.registry import format_of
 from edgespec.store import installed
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.installed import InstalledModel, InstalledModels
-from edgespec.tui.texts import notices
-from tests.tui.scripted import ScriptedRuntime, as_runtime, facts
+from edgespec.tui.commands.information import why_text
+from edgespec.tui.preferences import Preferences, preferences_path
+from edgespec.tui.texts import drafting_explanation, notices, welcome_line
+from tests.loading.test_recommendation import machine
+from tests.tui.driving import driving, until
+from tests.tui.scripted import METHOD, ScriptedRuntime, as_runtime, facts, loading
 
 # Width of the text in a terminal with 80 columns.
 WIDTH = 74
@@ -147,8 +146,6 @@ def test_the_pass_costs_are_those_of_the_loaded_model() -> None:
     with edgespec.load("demo", "none", context=256, threads=1, exactness="off") as runtime:
         assert set(runtime.pass_costs) == {2, 4, 8}
         assert all(cost > 0 for cost in runtime.pass_costs.values())
-
-
 
 
 @pytest.mark.long

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+
 import pytest
 from textual.containers import VerticalScroll
 from textual.widgets import Static
+
 from edgespec.chat.store import ChatStore
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.models import ModelsScreen
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
-from tests.tui.driving import driving, until
-from tests.tui.scripted import ScriptedRuntime, loading
 
 LONG = "many words " * 1000
 

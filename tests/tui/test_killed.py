@@ -6,36 +6,32 @@ are a folder for the chats and the log, `edits` or `tools`, and the seed of its 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from datetime import UTC, datetime
-from pathlib import Path
-import pytest
-from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat
-from edgespec.chat.store import ChatStore
-from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.options.settings_file import quoted
-from tests.cases import first
-from tests.tui.driving import save_chat
-from tests.tui.driving import driving
-from tests.tui.scripted import ScriptedRuntime, loading
-import asyncio
-from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
-import threading
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
 import edgespec
 from edgespec import Runtime
+from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore
+from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import CancelledError
+from edgespec.options.settings_file import quoted
 from edgespec.store.download import Progress
+from tests.cases import first
 from tests.cluster.conftest import Worker, delayed, start_worker
-from tests.tui.driving import driving, until
+from tests.tui.driving import Driver, driving, save_chat, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 # The fixtures of the tests of the cluster.
 __all__ = ["delayed", "start_worker"]

@@ -5,29 +5,24 @@ The old messages of a long chat are shown page by page, and the screen keeps up 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import time
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
+
 import pytest
 from textual import events
+
 from edgespec import TextChunk
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat
-from edgespec.chat.store import ChatStore
 from edgespec.tui.app import ChatApp
 from edgespec.tui.widgets import long_texts
 from edgespec.tui.widgets.long_texts import drawing_seconds, limited_chunks, limited_markdown, limited_text
-from edgespec.tui.widgets.messages import ReplyMessage
-from tests.tui.driving import save_chat
-from tests.tui.driving import Driver, driving, until
+from edgespec.tui.widgets.messages import MessageWidget, ReplyMessage
+from tests.tui.driving import Driver, driving, save_chat, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
-import asyncio
-import time
-from edgespec.tui.widgets.details import StatusLine
-from edgespec.tui.widgets.messages import MessageWidget, Panel, ReplyMessage
-from tests.tui.driving import driving, until
 
 COPY = "type /copy to copy the last reply, or /copy chat to copy the whole chat)"
 LINES = "\n".join(f"line {number} of the text" for number in range(30))

@@ -10,7 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
 import pytest
+from textual.widgets import Input
+
+import edgespec
 from edgespec import Preview, Runtime
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat, Setting, chat_from_json
@@ -34,12 +38,6 @@ from edgespec.tui.worker import Load
 from tests.raising import raises
 from tests.tui.driving import driving, until
 from tests.tui.scripted import ScriptedRuntime, facts, loading
-from typing import Any
-from textual.widgets import Input
-import edgespec
-from edgespec.chat.saved_chat import ModelReferences
-from edgespec.errors import OptionError
-from tests.tui.scripted import ScriptedRuntime, loading
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

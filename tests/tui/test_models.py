@@ -28,8 +28,7 @@ from edgespec.tui.worker import Load
 from tests.backends.tiny_models import write_llama
 from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
-from tests.tui.driving import Driver, driving, until
-from tests.tui.driving import check_screen
+from tests.tui.driving import Driver, check_screen, driving, until
 from tests.tui.scripted import LONG_TEXT, Script, ScriptedRuntime, loading
 
 REFERENCE = f"hf:{REPOSITORY}"

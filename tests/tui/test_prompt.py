@@ -11,7 +11,7 @@ from textual import events
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.tui.screens.help import HelpScreen
 from tests.tui.driving import driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import ScriptedRuntime, loading
 
 
 @pytest.mark.long
@@ -132,7 +132,6 @@ async def test_letters_typed_elsewhere_go_to_the_input(tmp_path: Path) -> None:
         d.chat.transcript.focus()
         await d.write("hi")
         assert d.chat.prompt.text == "hi"
-
 
 
 async def test_control_d_on_the_empty_input_quits(tmp_path: Path) -> None:

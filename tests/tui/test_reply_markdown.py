@@ -5,25 +5,24 @@ The colours by origin preserve the Markdown, follow the words, and end with the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
 import pytest
+from rich.color_triplet import ColorTriplet
 from textual._compositor import Compositor, ReflowResult
 from textual.app import App, ComposeResult
+from textual.color import Color
 from textual.geometry import Region, Size
 from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
 from textual.strip import Strip
 from textual.widget import Widget
+
 from edgespec import TextChunk
 from edgespec.tui.themes import DARK, LIGHT
-from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
-from tests.tui.driving import driving
-from tests.tui.scripted import ScriptedRuntime, loading
-import re
-from rich.color_triplet import ColorTriplet
-from textual.color import Color
 from edgespec.tui.widgets.markdown_blocks import Table, read_markdown
 from edgespec.tui.widgets.reply_markdown import GUESSED_STYLE, OWN_STYLE, OriginColours, ReplyMarkdown
 from tests.tui.driving import Driver, driving

@@ -302,7 +302,6 @@ async def test_the_same_note_is_shown_once(tmp_path: Path) -> None:
         assert d.transcript().index("There are no presets yet.") > d.transcript().index("no message to race")
 
 
-
 SLOW = Script(text=LONG_TEXT, pause_seconds=0.005)
 
 

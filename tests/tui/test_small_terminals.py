@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat
-from edgespec.chat.store import ChatStore
 from tests.cases import covering, first
-from tests.tui.driving import save_chat
-from tests.tui.driving import Driver, driving, until
+from tests.tui.driving import Driver, driving, save_chat, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 SIZES = first([(80, 24), (40, 12), (60, 20)], 2)

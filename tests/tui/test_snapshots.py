@@ -6,27 +6,27 @@ With EDGESPEC_PICTURES=FOLDER, the tests also save pictures.
 
 from __future__ import annotations
 
-from pathlib import Path
-import pytest
-from edgespec.errors import BackendError
-from dataclasses import replace
-from tests.cases import covering
-from tests.tui.driving import Driver, driving
-from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
-from tests.tui.driving import check_screen
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
 from edgespec.bench.race import Lane, Race, RaceChunk
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
+from edgespec.errors import BackendError
 from edgespec.tools.tool import Tool
 from edgespec.tui.commands.results import RaceProgress, RunningRace
 from edgespec.tui.screens.race import RaceScreen
 from edgespec.tui.tool_use import ApprovalScreen
-from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, loading, made_up_stats
+from tests.cases import covering
+from tests.tui.driving import Driver, check_screen, driving
+from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, facts, loading, made_up_stats
 
 NOTICE = "This is the built-in demo model: a tiny terminal helper, often wrong; do not run what it prints."
 ASK = "How do I list files by size?"

@@ -6,14 +6,22 @@ Text in other encodings and pasted control characters do not end the chat or act
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
 import re
-from datetime import UTC, datetime
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
 import pytest
-from textual import constants
+import textual.message
+from textual import constants, events
 from textual.geometry import Region
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
+
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
@@ -21,20 +29,11 @@ from edgespec.errors import ConfigurationError
 from edgespec.tui.app import run_chat
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.models import ModelsScreen
+from edgespec.tui.textual_guards import InputParser, pasted_text
 from edgespec.tui.worker import Load
 from tests.raising import raises
-from tests.tui.driving import NOON, save_chat
-from tests.tui.driving import Driver, driving, until
+from tests.tui.driving import NOON, Driver, driving, save_chat, until
 from tests.tui.scripted import ScriptedRuntime, loading
-import os
-import pty
-import select
-import subprocess
-import sys
-from collections.abc import Sequence
-from textual import events
-from textual.message import Message
-from edgespec.tui.textual_guards import InputParser, pasted_text
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u2067"
 
@@ -215,7 +214,7 @@ sys.exit(app.return_code)
 def parsed(*reads: str) -> list[tuple[str, str | None]]:
     """Return the keys and pasted text in the terminal's input."""
     parser = InputParser()
-    found: list[Message] = [event for data in reads for event in parser.feed(data)]
+    found: list[textual.message.Message] = [event for data in reads for event in parser.feed(data)]
     return [
         ("paste", each.text) if isinstance(each, events.Paste) else ("key", each.character)
         for each in found

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat
-from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.tui.app import ChatApp
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.worker import Load
-from tests.tui.driving import save_chat
-from tests.tui.driving import Driver, driving, until
+from tests.tui.driving import Driver, driving, save_chat, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 THOUGHT = "<think>\nThe user wants `ls`. What else?\n</think>\n\n"

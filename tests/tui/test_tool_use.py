@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import pytest
 
 import edgespec.tui.tool_use
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import MessageTree, SavedChat, Setting
-from edgespec.chat.store import ChatStore
+from edgespec.chat.saved_chat import Setting
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tools.tool import Tool
 from edgespec.tui.tool_use import ApprovalScreen, ToolsScreen
 from edgespec.tui.worker import Load
-from tests.tui.driving import save_chat
-from tests.tui.driving import Driver, driving, until
+from tests.tui.driving import Driver, driving, save_chat, until
 from tests.tui.scripted import ScriptedRuntime, loading
 from tests.tui.tool_servers import configure, force_calls
 

@@ -16,7 +16,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
+from edgespec.errors import BackendError, CancelledError, ModelFileError
 from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, LoadingScreen, run_chat
 from edgespec.tui.chat_view import ChatView
@@ -236,7 +236,6 @@ async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "second"
 
 
-
 async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(gate=threading.Event())])
     async with driving(loading(runtime), tmp_path) as d:
@@ -245,7 +244,6 @@ async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: 
         await d.settled()
         assert d.chat.current_chat.entries == []
         assert d.chat.prompt.text == "never mind"
-
 
 
 @pytest.mark.long
@@ -289,7 +287,6 @@ async def test_control_c_stops_then_clears_then_quits(tmp_path: Path) -> None:
         await d.press("ctrl+c")
         await d.press("ctrl+c", "ctrl+c")
         await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=5)
-
 
 
 @pytest.mark.long

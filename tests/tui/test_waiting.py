@@ -109,7 +109,6 @@ async def test_an_error_stays_on_the_screen_until_the_next_message_is_sent(tmp_p
         assert "boom" not in d.transcript()
 
 
-
 async def test_another_chat_returns_the_messages_to_the_input(tmp_path: Path) -> None:
     long = Script(LONG_TEXT, pause_seconds=0.02)
     async with driving(loading(ScriptedRuntime(scripts=[long])), tmp_path) as d:

@@ -24,9 +24,9 @@ from edgespec.store.catalogue import load_catalogue
 from edgespec.system.files import format_bytes
 from edgespec.tui import numbers
 from edgespec.tui.commands import table
-from edgespec.tui.screens.models import details_text, row_text
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.screens.models import details_text, row_text
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
 from edgespec.tui.texts import _IN_CHAT, _with_commands, in_chat, sentences, show_rows
 from edgespec.tui.widgets.details import StatusFacts, details_content, wrapped

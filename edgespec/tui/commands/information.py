@@ -289,7 +289,7 @@ def _advice(
 
 
 def _race(context: Context) -> Result:
-    """Start a race in the model thread. It uses the chat's messages and settings without changing the chat."""
+    """Start a race in the model thread. It uses the chat's messages and settings, but changes neither."""
     # Imported lazily to avoid delaying the first screen.
     from edgespec.bench.race import DEFAULT_RACE_TOKENS, Race, run_race
 

@@ -62,7 +62,6 @@ _PLACES = {
 _COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (14, 58), "draft": (28, 92)}
 
 
-
 class ModelsScreen(ModalScreen["AvailableModel | None"]):
     """Dialog for choosing a model. Its result is the model to use or download, or None if the user cancels.
 

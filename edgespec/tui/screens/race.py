@@ -43,7 +43,7 @@ class RaceScreen(ModalScreen[None]):
 
     def __init__(self, running: RunningRace, cancel: Callable[[], None]) -> None:
         super().__init__()
-        self._running, self._cancel = running, cancel
+        self._running_race, self._cancel = running, cancel
         self._race: Race | None = None
         self._began = 0.0
         self._columns = [_LaneColumn(), _LaneColumn()]
@@ -53,7 +53,7 @@ class RaceScreen(ModalScreen[None]):
         with Vertical(classes="dialog -race") as dialog:
             dialog.border_title = "Race"
             dialog.border_subtitle = "Esc cancels"
-            yield Static(Content(" ".join(self._running.prompt.split())), classes="race-prompt")
+            yield Static(Content(" ".join(self._running_race.prompt.split())), classes="race-prompt")
             yield Horizontal(*self._columns, classes="race-lanes")
             yield VerticalScroll(self._result, classes="race-end")
 
@@ -63,7 +63,7 @@ class RaceScreen(ModalScreen[None]):
 
     def action_close(self) -> None:
         """Close the screen, and cancel the race if it is running."""
-        if not self._running.race.done():
+        if not self._running_race.race.done():
             self._cancel()
         self.dismiss()
 
@@ -78,15 +78,15 @@ class RaceScreen(ModalScreen[None]):
             return
         if self._race is not None:
             self._show(self._race, monotonic() - self._began)
-        elif self._running.race.done():
+        elif self._running_race.race.done():
             self._finish()
         else:
-            progress = self._running.progress
+            progress = self._running_race.progress
             self._result.update(Content(f"{bar(progress.fraction, _BAR_CELLS)} {progress.description}"))
 
     def _finish(self) -> None:
         try:
-            self._race = self._running.race.result()
+            self._race = self._running_race.race.result()
         except CancelledError:
             self.dismiss()
         except Exception as error:
@@ -131,7 +131,7 @@ class _LaneColumn(Vertical):
         self._heading = Static()
         self._text = Static()
         self._scroll = VerticalScroll(self._text, can_focus=False)
-        self._shown = -1
+        self._running_race = -1
 
     def compose(self) -> ComposeResult:
         yield self._heading
@@ -161,8 +161,8 @@ class _LaneColumn(Vertical):
             )
         )
         chunks = [chunk for chunk in lane.chunks if chunk.seconds <= seconds]
-        if len(chunks) != self._shown:
-            self._shown = len(chunks)
+        if len(chunks) != self._running_race:
+            self._running_race = len(chunks)
             runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
             self._text.update(
                 Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))

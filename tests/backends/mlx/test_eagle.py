@@ -27,8 +27,7 @@ from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.hidden_states import POST_NORM
 from edgespec.store.catalogue import models_folder
-from tests.backends.head_histories import check_same_replies
-from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.head_histories import ROUNDS, Round, check_history, check_same_replies, first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering
 from tests.model.heads.published import LAYOUTS, Layout, write_head
