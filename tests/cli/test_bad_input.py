@@ -62,7 +62,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     result = run("generate", "-", input="word " * 5000)
-    one_line_error(result, 1, "1,024", "--context", code="context_length_exceeded")
+    one_line_error(result, 1, "1,024", "shorten it", "trained for", code="context_length_exceeded")
 
 
 def test_less_memory_than_the_weights(run: Run) -> None:

@@ -424,7 +424,7 @@ def test_run_with_a_prompt_reads_stdin_too(run: Run, monkeypatch: pytest.MonkeyP
     asked: list[tuple[str, str]] = []
 
     def answered(_stop: object, prompt: Any, _raw: bool, _as_json: bool, options: dict[str, Any]) -> Any:
-        asked.append((options["target"], prompt.text))
+        asked.append((options["target"], prompt[0]))
         return SimpleNamespace(finish_reason="stop")
 
     monkeypatch.setattr(generate, "_answer", answered)

@@ -34,18 +34,20 @@ FACTS = ModelFacts(
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Replace both backends by ones that record what they load."""
     import edgespec.backends as backends
+    from edgespec.backends import llamacpp
 
     calls: list[tuple[str, Any]] = []
-    for name in ("mlx", "llamacpp"):
+    for package, name in ((backends, "mlx"), (llamacpp, "model")):
+        backend = "mlx" if name == "mlx" else "llamacpp"
 
-        def load(*arguments: Any, backend: str = name) -> SimpleNamespace:
+        def load(*arguments: Any, backend: str = backend) -> SimpleNamespace:
             calls.append((backend, arguments))
             return SimpleNamespace()
 
-        stand_in = ModuleType(f"edgespec.backends.{name}")
+        stand_in = ModuleType(f"{package.__name__}.{name}")
         stand_in.load = load  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-        monkeypatch.setattr(backends, name, stand_in, raising=False)
+        monkeypatch.setattr(package, name, stand_in, raising=False)
     monkeypatch.setattr(mlx_files, "mlx_installed", lambda: True)
     return calls
 

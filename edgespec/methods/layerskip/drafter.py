@@ -43,7 +43,7 @@ MIN_TRAINED_AGREEMENT = 0.6
 # short.
 AGREEMENT_TOKENS = 96
 
-# Verify pass widths, in tokens, to measure for choosing the exit layer.
+# Verify pass widths, in tokens, to measure for choosing the exit layer. Derived from the longest draft.
 EXIT_WIDTHS = range(1, MAX_EXIT_DRAFT_LENGTH + 2)
 
 
