@@ -3,7 +3,7 @@
 
     scripts/bench_kernels.py build/real-models/padded/smollm2-q4_k_m.gguf model-2.gguf --widths 1,2,4,8
 
-Prints the milliseconds of passes over 1, 2, 4 and 8 tokens after a short prompt, with llama.cpp as installed
+Prints the milliseconds of passes over 1, 2, 4 and 8 tokens (their width) after a short prompt, with llama.cpp as installed
 and with edgespec's kernels. Each runs in new processes, alternately, and the fastest of all passes counts.
 Keep the machine idle. Linux only.
 """
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="processes of each kind (default: %(default)s)")
     args = parser.parse_args()
     widths = [int(width) for width in args.widths.split(",")]
-    print("| model | kernels | " + " | ".join(f"{width} tokens, ms" for width in widths) + " |")
+    print("| model | kernels | " + " | ".join(f"width {width}, ms" for width in widths) + " |")
     print("| --- |" + " --- |" * (len(widths) + 1))
     for model in args.models:
         fastest = [[float("inf")] * len(widths) for _ in range(2)]
