@@ -29,6 +29,9 @@
 // The first members of llama.cpp's structure, whose header is not installed.
 struct ggml_compute_params {
     int thread, threads;
+    size_t work_size;
+    void * work;
+    void * pool;
 };
 
 namespace {
@@ -37,8 +40,13 @@ using Multiply = bool (*)(
     const Params * params, int64_t m, int64_t n, int64_t k, const void * a, int64_t lda, const void * b, int64_t ldb,
     void * c, int64_t ldc, int a_type, int b_type, int c_type);
 
-// llama.cpp's function. See `edgespec_set_llamafile`.
+// llama.cpp's functions. See `edgespec_set_functions`.
 Multiply llamafile = nullptr;
+struct {
+    void (*barrier)(void * pool);
+    void (*set_chunk)(void * pool, int chunk);
+    int (*next_chunk)(void * pool, int count);
+} threads = {};
 
 // Return whether llamafile's kernel for a type of weights sums like the kernel for a single token.
 bool sums_alike(int type) {
@@ -483,7 +491,8 @@ void multiply_rows(const Product<Block, Input> & p, int64_t row, int64_t end, in
     }
 }
 
-// Multiply this thread's rows by all tokens, 256 KiB of weights at a time so that they stay in the cache.
+// Multiply all rows by all tokens. Each thread takes the next chunk of rows when it has finished one, because cores differ
+// in speed. A chunk has at most 256 KiB of weights, so that they stay in the cache.
 template <typename Block, typename Input>
 void multiply(const Params & params, const Product<Block, Input> & p, int64_t rows, int64_t tokens) {
     using Rows = void (*)(const Product<Block, Input> &, int64_t, int64_t, int64_t, bool);
@@ -491,14 +500,24 @@ void multiply(const Params & params, const Product<Block, Input> & p, int64_t ro
                                         multiply_rows<3, Block, Input>, multiply_rows<4, Block, Input>,
                                         multiply_rows<5, Block, Input>, multiply_rows<6, Block, Input>};
     const int64_t groups = (rows + ROWS - 1) / ROWS;
-    const int64_t end = std::min(groups * (params.thread + 1) / params.threads * ROWS, rows);
-    const int64_t block = std::max<int64_t>(1, (256 << 10) / (ROWS * p.n * sizeof(Block))) * ROWS;
-    const int64_t parts = (tokens + TOKENS - 1) / TOKENS;
-    for (int64_t row = groups * params.thread / params.threads * ROWS; row < end; row += block) {
+    const int64_t in_cache = std::max<int64_t>(1, (256 << 10) / (ROWS * p.n * sizeof(Block)));
+    const int64_t size = ROWS * std::min(in_cache, std::max<int64_t>(1, groups / (4 * params.threads)));
+    const int64_t chunks = (rows + size - 1) / size, parts = (tokens + TOKENS - 1) / TOKENS;
+    const bool is_shared = params.threads > 1;
+    if (is_shared) {
+        if (params.thread == 0) {
+            threads.set_chunk(params.pool, params.threads);
+        }
+        threads.barrier(params.pool);
+    }
+    for (int64_t chunk = params.thread; chunk < chunks; chunk = is_shared ? threads.next_chunk(params.pool, 1) : chunk + 1) {
         for (int64_t part = 0; part < parts; ++part) {
             const int64_t token = tokens * part / parts, width = tokens * (part + 1) / parts - token;
-            for_width[width - 1](p, row, std::min(row + block, end), token, part == 0);
+            for_width[width - 1](p, chunk * size, std::min((chunk + 1) * size, rows), token, part == 0);
         }
+    }
+    if (is_shared) {
+        threads.barrier(params.pool);
     }
 }
 
@@ -666,9 +685,13 @@ void quantise(const float * inputs, Activations * to, int64_t n) {
             largest = _mm256_max_ps(largest, _mm256_and_ps(v, magnitude));
             highest = _mm256_max_ps(highest, v);
         }
-        float size = 0.0f, high = -INFINITY;
+        // In this order, NaNs are treated like llama.cpp treats them.
+        __m128 four = _mm_max_ps(_mm256_extractf128_ps(largest, 1), _mm256_castps256_ps128(largest));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        const float size = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+        float high = -INFINITY;
         for (int j = 0; j < 8; ++j) {
-            size = std::max(size, largest[j]), high = std::max(high, highest[j]);
+            high = std::max(high, highest[j]);
         }
         const float factor = size == 0.0f ? 0.0f : (high == size ? -127.0f : 127.0f) / size;
         to->scale = size == 0.0f ? 0.0f : 1.0f / factor;
@@ -679,14 +702,20 @@ void quantise(const float * inputs, Activations * to, int64_t n) {
             const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
             const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
             _mm_storeu_si128(reinterpret_cast<__m128i *>(to->elements + j), bytes);
-            to->sums[j / 16] = static_cast<int16_t>(sum(_mm256_add_epi32(a, b)));
+            const __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi8(1), bytes);
+            to->sums[j / 16] = static_cast<int16_t>(sum(_mm_madd_epi16(pairs, _mm_set1_epi16(1))));
         }
     }
 }
 #endif
 }  // namespace
 
-extern "C" void edgespec_set_llamafile(Multiply multiply) { llamafile = multiply; }
+// Set llama.cpp's functions, which this library cannot find by name because it is loaded first.
+extern "C" void edgespec_set_functions(
+    Multiply multiply, void (*barrier)(void *), void (*set_chunk)(void *, int), int (*next_chunk)(void *, int)) {
+    llamafile = multiply;
+    threads = {barrier, set_chunk, next_chunk};
+}
 
 // Multiply two matrices, or return false if llama.cpp's own kernel has to do it.
 extern "C" bool llamafile_sgemm(
@@ -700,7 +729,8 @@ extern "C" bool llamafile_sgemm(
         multiply(*params, product, m, n);
         return true;
     };
-    if (k > 0 && c_type == GGML_TYPE_F32 && b_type == GGML_TYPE_Q8_K) {
+    const bool can_multiply = k > 0 && c_type == GGML_TYPE_F32 && (params->threads == 1 || threads.barrier != nullptr);
+    if (can_multiply && b_type == GGML_TYPE_Q8_K) {
         switch (a_type) {
             case GGML_TYPE_Q4_K: return multiply_blocks(BlockQ4K(), Activations());
             case GGML_TYPE_Q5_K: return multiply_blocks(BlockQ5K(), Activations());
@@ -708,7 +738,7 @@ extern "C" bool llamafile_sgemm(
             default: return false;
         }
     }
-    if (k > 0 && c_type == GGML_TYPE_F32 && a_type == b_type) {
+    if (can_multiply && a_type == b_type) {
         if (a_type == GGML_TYPE_F16 && k % STEP == 0) {
             return multiply_blocks(uint16_t(), uint16_t());
         }

@@ -60,6 +60,13 @@ _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
+# llama.cpp's functions that the CPU kernels call, in the order of their arguments.
+_CALLED_BY_KERNELS = (
+    "llamafile_sgemm",
+    "ggml_barrier",
+    "ggml_threadpool_chunk_set",
+    "ggml_threadpool_chunk_add",
+)
 # GPU libraries, in order of preference. CUDA is faster than Vulkan on NVIDIA GPUs.
 _GPU_LIBRARIES = ("cuda", "vulkan")
 
@@ -111,11 +118,11 @@ def cpu_kernels() -> ctypes.CDLL | None:
 
 
 def _connect_kernels(kernels: ctypes.CDLL) -> None:
-    """Pass the kernels llamafile's matrix product, unless llama.cpp was built without it."""
+    """Pass the kernels llama.cpp's functions that they call, as far as llama.cpp was built with them."""
     from llama_cpp.llama_cpp import _lib
 
-    with suppress(AttributeError):
-        kernels.edgespec_set_llamafile(ctypes.cast(_lib.llamafile_sgemm, ctypes.c_void_p))
+    functions = (getattr(_lib, name, None) for name in _CALLED_BY_KERNELS)
+    kernels.edgespec_set_functions(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
 @cache
