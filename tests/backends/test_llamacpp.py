@@ -56,7 +56,7 @@ class TestErrorMessages:
         self.refused(ModelFileError, path, "it is empty")
 
     def test_no_file(self, tmp_path: Path) -> None:
-        self.refused(ModelFileError, tmp_path / "gone.gguf", "No such file")
+        self.refused(ModelFileError, tmp_path / "gone.gguf", "no such file")
 
     def test_a_folder(self, tmp_path: Path) -> None:
         self.refused(ModelFileError, tmp_path, "cannot be read")
