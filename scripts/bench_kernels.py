@@ -3,9 +3,9 @@
 
     scripts/bench_kernels.py build/real-models/padded/smollm2-q4_k_m.gguf model-2.gguf --widths 1,2,4,8
 
-Prints the milliseconds of passes over 1, 2, 4 and 8 tokens (their width) after a short prompt, with llama.cpp as installed
-and with edgespec's kernels. Each runs in new processes, alternately, and the fastest of all passes counts.
-Keep the machine idle. Linux only.
+Prints the milliseconds of passes over 1, 2, 4 and 8 tokens (their width) after a short prompt, with llama.cpp
+as installed and with edgespec's kernels. Each runs in new processes, alternately, and the fastest of all passes
+counts. Keep the machine idle. Linux only.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def main() -> int:
             for ours in (False, True):
                 found = _measure(model, widths, ours)
                 fastest[ours] = [min(pair) for pair in zip(fastest[ours], found, strict=True)]
-        for ours, name in enumerate(("llama.cpp", "edgespec")):
-            cells = [f"{1000 * seconds:.1f}" for seconds in fastest[ours]]
+        for row, name in enumerate(("llama.cpp", "edgespec")):
+            cells = [f"{1000 * seconds:.1f}" for seconds in fastest[row]]
             print(f"| {model.stem} | {name} | " + " | ".join(cells) + " |", flush=True)
     return 0
 

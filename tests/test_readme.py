@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from edgespec.cli.program import ALIASES, program
+from edgespec.cli.program import program
 from edgespec.options.presets import Preset, write_preset
 
 ROOT = Path(__file__).parent.parent
@@ -50,8 +50,7 @@ def parse(line: str) -> None:
     context: click.Context | None = None
     while isinstance(command, click.Group) and (arguments or not command.invoke_without_command):
         context = command.make_context("edgespec", ["--"], parent=context, resilient_parsing=True)
-        name = arguments.pop(0)
-        found = command.get_command(context, ALIASES.get(name, name))
+        _, found, arguments = command.resolve_command(context, arguments)
         assert found is not None, line
         command = found
         if not arguments and isinstance(command, click.Group):

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from edgespec.store.prepared.builder import find_quantised, prepare_quantised
 
 from edgespec.errors import CancelledError
+from edgespec.store.prepared_builder import find_quantised, prepare_quantised
 from edgespec.store.reference import resolve
 
 

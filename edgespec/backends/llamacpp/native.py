@@ -121,7 +121,7 @@ def _connect_kernels(kernels: ctypes.CDLL) -> None:
     """Pass the kernels llama.cpp's functions that they call, as far as llama.cpp was built with them."""
     from llama_cpp.llama_cpp import _lib
 
-    functions = (getattr(_lib, name, None) for name in _CALLED_BY_KERNELS)
+    functions: Iterator[Any] = (getattr(_lib, name, None) for name in _CALLED_BY_KERNELS)
     kernels.edgespec_set_functions(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
