@@ -4,7 +4,7 @@
     scripts/bench_kernels.py build/real-models/padded/smollm2-q4_k_m.gguf model-2.gguf --widths 1,2,4,8
 
 Prints the milliseconds of passes over 1, 2, 4 and 8 tokens (their width) after a short prompt, with llama.cpp
-as installed and with edgespec's kernels. Each runs in new processes, alternately, and the fastest of all passes
+as installed and with the kernels of edgespec. Each runs in new processes, alternately. The fastest pass
 counts. Keep the machine idle. Linux only.
 """
 
