@@ -18,7 +18,7 @@ from edgespec.backends.head_view import HeadView
 from edgespec.backends.llamacpp.model import LlamaCppModel, load
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.heads import head_method
+from edgespec.methods.head_method import head_method
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.base_model import BaseModel
 from edgespec.model.heads.tensor_files import read_folder_tensors

@@ -1,7 +1,6 @@
 """The drafting methods: their records, the registry of records, and a parser for method names.
 
 Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
-The methods that draft with a head have no code of their own, so their records are `METHODS` in `heads/`.
 Everything that depends on the set of methods reads these records: options, help, planning, loading, `auto`,
 the chat and the documentation. `Wording` holds the drafting terms used in messages.
 """
@@ -185,8 +184,7 @@ _registered: list[Method] = []
 def _built_in() -> tuple[Method, ...]:
     folders = pkgutil.iter_modules(import_module(_PACKAGE).__path__, f"{_PACKAGE}.")
     modules = [vars(import_module(folder.name)) for folder in folders if folder.ispkg]
-    single = (module["METHOD"] for module in modules if "METHOD" in module)
-    return (*single, *(record for module in modules for record in module.get("METHODS", ())))
+    return tuple(module["METHOD"] for module in modules if "METHOD" in module)
 
 
 def register(added: Method) -> Callable[[], None]:
