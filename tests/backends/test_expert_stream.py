@@ -124,8 +124,9 @@ def test_a_pass_reads_at_most_the_experts_that_its_tokens_use(
 ) -> None:
     table, stream = _table(Path(model.facts.path)), _stream(model)
     largest = int(table.sizes.max())
-    # Read nothing ahead.
+    # Read nothing ahead, and let the reader finish what earlier passes asked for.
     monkeypatch.setattr(ExpertStream, "_predict", lambda self, position, tensor: self._ahead[:0])
+    step(model, 4)
     for width in (1, 3):
         before = stream.read_bytes
         model.verify(TokenTree.chain(5, range(6, 5 + width)))
