@@ -200,3 +200,10 @@ assert cpu_kernels() is None
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "RuntimeWarning" in ended.stderr
+
+
+def test_the_kernels_are_loaded_whichever_library_is_needed_first() -> None:
+    code = "from edgespec.backends.llamacpp.native import cpu_kernels, ggml; ggml(); assert cpu_kernels()"
+    command = [sys.executable, "-W", "error", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

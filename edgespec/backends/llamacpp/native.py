@@ -199,6 +199,7 @@ def ggml() -> Any:
     This is the copy of ggml that llama.cpp itself uses. `llama_cpp._ggml` can load a second copy, which does
     not know about the GPUs that `load_gpu_library` adds.
     """
+    library()  # It must load the CPU kernels before anything imports llama_cpp.
     from llama_cpp.llama_cpp import _lib as libggml
 
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
