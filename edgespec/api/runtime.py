@@ -39,7 +39,8 @@ from edgespec.decode.request import (
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, ContextFullError, OptionError
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, resident_bytes
+from edgespec.memory.budget import resident_bytes
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
 from edgespec.memory.plan import MemoryPlan, MemoryUse
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods.base import LoadedHead

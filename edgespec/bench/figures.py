@@ -13,6 +13,7 @@ from statistics import median
 import numpy as np
 
 from edgespec.api.runtime import Runtime
+from edgespec.bench.constants import BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL
 from edgespec.bench.runs import AUTO, CONTROL, PLAIN, BenchPlan, BenchRun, Ending, Measurement, MethodConfig
 from edgespec.decode.reply import MethodReport
 from edgespec.engine.stats import Stats
@@ -33,9 +34,6 @@ __all__ = [
     "typical",
     "worst",
 ]
-
-# Number of bootstrap resamples, and the confidence level. Both were chosen as commonly used values.
-BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL = 2000, 0.95
 
 # Speed-ups over plain decoding, with one sequence per prompt and one value per repeat.
 Ratios = Sequence[Sequence[float]]

@@ -8,7 +8,13 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.api.sharing.base import ChatReply
-from edgespec.bench.runs import WARM_UP_TOKENS
+from edgespec.bench.constants import (
+    CHECK_TOKENS,
+    EQUAL_SPEEDS,
+    MAX_DRIFT,
+    MAX_PASS_RATIO,
+    WARM_UP_TOKENS,
+)
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
@@ -17,21 +23,7 @@ from edgespec.system.files import format_rate
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 
-# Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
-# has changed. It was chosen to keep the check short.
-CHECK_TOKENS = 32
-# Maximum absolute value of `Race.drift` in a fair race, chosen by judgement. A larger drift makes the result
-# unreliable.
-MAX_DRIFT = 0.2
-# Speeds that differ by less than this fraction count as equal. The threshold was chosen because a single race
-# cannot resolve smaller differences.
-EQUAL_SPEEDS = 0.03
-# A speed-up that exceeds the number of tokens per target pass by more than this factor cannot come from
-# drafting. The factor was chosen to allow for noise.
-MAX_PASS_RATIO = 1.15
-
-# Default maximum length of each reply in tokens, chosen because it is long enough to show a difference in
-# speed.
+# Default maximum length of each reply in tokens, which is long enough to show a difference in speed.
 DEFAULT_RACE_TOKENS = 200
 
 

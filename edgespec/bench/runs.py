@@ -13,6 +13,7 @@ from time import monotonic, perf_counter
 from typing import Literal
 
 from edgespec.api.runtime import Runtime
+from edgespec.bench.constants import WARM_UP_TOKENS
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError, OptionError
 from edgespec.losslessness.cases import Prompt, prompt_tokens, read_prompts
@@ -23,7 +24,6 @@ __all__ = [
     "AUTO",
     "CONTROL",
     "PLAIN",
-    "WARM_UP_TOKENS",
     "BenchPlan",
     "BenchRun",
     "Ending",
@@ -33,9 +33,6 @@ __all__ = [
     "method_configs",
     "run",
 ]
-
-# Number of warm-up tokens per method, chosen to get a backend's slow first passes out of the way.
-WARM_UP_TOKENS = 8
 
 Ending = Literal["complete", "cancelled", "time", "failed"]
 

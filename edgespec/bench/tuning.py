@@ -9,26 +9,17 @@ from statistics import geometric_mean
 from typing import Any
 
 from edgespec.api.runtime import Runtime
+from edgespec.bench.constants import MAX_BUSY_SHARE, MIN_SPEED_UP, TRIED_DRAFT_LENGTH
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError
 from edgespec.loading.recommendation import cost_text, draft_advice
 from edgespec.losslessness.cases import Prompt, prompt_tokens
-from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
+from edgespec.methods.constants import MAX_DRAFT_LENGTH
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import fastest_threads
 from edgespec.system.cores import usable_cores
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
-
-# Minimum speed-up for `tune` to recommend a method. The threshold was chosen because a smaller speed-up could
-# be measurement noise.
-MIN_SPEED_UP = 1.05
-# Warn if other programs used the CPU during more than this fraction of a method's passes. The threshold was
-# chosen so that brief disturbances do not trigger the warning.
-MAX_BUSY_SHARE = 0.2
-# Draft length in tokens at which `tune` tries each drafter, chosen to match the default for drafters with a
-# fixed length.
-TRIED_DRAFT_LENGTH = FIXED_DRAFT_LENGTH
 
 
 @dataclass(frozen=True, slots=True)

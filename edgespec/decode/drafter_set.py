@@ -10,8 +10,9 @@ from typing import NamedTuple
 from edgespec.decode.reply import MethodReport
 from edgespec.errors import OptionError
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.constants import TEXT_KIND_TOKENS
 from edgespec.methods.auto.controller import AutoConfig, AutoController
-from edgespec.methods.auto.drafter_stats import TEXT_KIND_TOKENS, text_kind
+from edgespec.methods.auto.drafter_stats import text_kind
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossTracker
 from edgespec.methods.base import Drafter, LoadedHead, MissingDrafter

@@ -28,23 +28,20 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
-from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, MIN_ROOM_TOKENS
+from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
 from edgespec.methods.auto.controller import ACTIVE_REPLIES, AutoController
 from edgespec.methods.base import Drafter
+from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
 from edgespec.model.image_tokens import text_tokens
 from edgespec.system.checks import check_process
 
 __all__ = ["Session", "SessionModels", "SessionPool", "measure_target_step"]
-
-# Weight of the newest token in the moving average of the time per token without drafting, chosen to average
-# over about five tokens.
-PLAIN_STEP_WEIGHT = 0.2
 
 # Number of target passes between updates of the drafting statistics. Updating them after every pass would
 # slow down small models.

@@ -53,7 +53,7 @@ from edgespec.loading.constants import (
     TRIAL_TOKENS,
     WIDE_PASSES,
 )
-from edgespec.memory.target_cache import READ_TOKENS
+from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import EarlyExit, LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
 

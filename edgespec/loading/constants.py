@@ -86,7 +86,7 @@ EQUAL_PASSES = 4
 # The KV cells of this many prompt tokens are compared after processing the prompt in passes of the sizes in
 # `ANY_SPLIT` and `BLOCK_SPLIT`. The sizes were chosen so that each split covers these tokens exactly once,
 # and those in `BLOCK_SPLIT` are multiples of `BLOCK_TOKENS`. If passes of `BLOCK_TOKENS` tokens differ from
-# wider ones, or were not tested, prompts are split into blocks of `READ_TOKENS` (`memory/target_cache.py`).
+# wider ones, or were not tested, prompts are split into blocks of `READ_TOKENS` (`memory/constants.py`).
 SPLIT_TOKENS = 48
 ANY_SPLIT, BLOCK_SPLIT, BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
 

@@ -13,7 +13,7 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.planning import PlanRequest, fixed_options
 from edgespec.loading.workers import for_workers
 from edgespec.memory.budget import available_bytes
-from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
+from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
 from edgespec.memory.fitting import Preference
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter

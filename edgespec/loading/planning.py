@@ -20,15 +20,9 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
 from edgespec.loading.pairing import ModelPair
 from edgespec.memory.budget import Budget, address_limit, find_budget
+from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
-from edgespec.memory.fitting import (
-    SHORT_CONTEXT_TOKENS,
-    PlanChoice,
-    PlanOption,
-    Preference,
-    fit_to_budget,
-    stream_least,
-)
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
 from edgespec.memory.plan import MemoryPlan, shared_items
 from edgespec.memory.prefix_cache.store import default_memory_bytes
 from edgespec.methods.lowbit.drafter import Substitutes

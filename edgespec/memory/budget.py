@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from edgespec.errors import MemoryBudgetError
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, PLANNING_BYTES, RESERVE_SHARE
 from edgespec.model.registry import process_bytes
 from edgespec.system.cores import control_groups
 from edgespec.system.files import format_bytes
@@ -25,7 +26,6 @@ if sys.platform != "win32":
     import resource
 
 __all__ = [
-    "DEFAULT_RESERVE_BYTES",
     "Budget",
     "Limit",
     "address_limit",
@@ -38,14 +38,6 @@ __all__ = [
     "process_limits",
     "resident_bytes",
 ]
-
-# Default amount of memory to leave to other programs: a fraction of the free memory, up to a limit in bytes.
-# The values were chosen so that small machines keep enough memory for models.
-RESERVE_SHARE, DEFAULT_RESERVE_BYTES = 0.05, 512 * 2**20
-
-# Free memory in bytes required before llama.cpp reads a model's metadata. The value was chosen with a wide
-# margin, because llama.cpp aborts the process if it runs out of memory.
-PLANNING_BYTES = 64 * 2**20
 
 # Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number close to 2^63.
 _UNLIMITED_BYTES = 1 << 60

@@ -8,20 +8,12 @@ from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.memory.constants import MIN_DRAFT_TOKENS, MIN_ROOM_TOKENS
 from edgespec.memory.plan import MemoryPlan
 from edgespec.model.base import LanguageModel
 from edgespec.model.memory_estimate import round_up_to_block
 
-__all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
-
-# Initial context size in tokens. The size was chosen so that most chats never need a resize.
-INITIAL_CONTEXT_TOKENS = 2048
-# Grow the context when fewer tokens than this are free. The value was chosen so that any verify pass fits.
-MIN_ROOM_TOKENS = 256
-
-# Size in tokens to which the draft model's context shrinks when the target needs memory. It was chosen as the
-# smallest useful context.
-MIN_DRAFT_TOKENS = 256
+__all__ = ["ResizableContext", "has_room_to_resize"]
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:

@@ -12,25 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.memory.constants import (
+    DRAFT_READS,
+    MAIN_MEMORY_COST,
+    MIN_CONTEXT_TOKENS,
+    SAVING_WINDOW_TOKENS,
+    SHORT_CONTEXT_TOKENS,
+    TOKENS_PER_DRAFT,
+)
 from edgespec.memory.plan import Decision, MemoryPlan
 from edgespec.model.memory_estimate import BLOCK_TOKENS, Pool
 
-__all__ = ["SHORT_CONTEXT_TOKENS", "PlanChoice", "PlanOption", "Preference", "fit_to_budget", "stream_least"]
-
-# Context sizes in tokens to fall back to if memory is low: one for a chat of a few turns and, as a last
-# resort, one for a short question. Both were chosen rather than measured.
-SHORT_CONTEXT_TOKENS, MIN_CONTEXT_TOKENS = 2048, 512
-
-# The draft model's window in tokens if memory is low. The value was chosen to match a draft model's default
-# window.
-SAVING_WINDOW_TOKENS = 1024
-# How many times as long a pass takes to read a byte of weights from main memory as from a GPU's memory. The
-# value was chosen from the data sheets of common machines, because it is needed before a model is loaded: two
-# channels of DDR4 or DDR5 read 40 to 90 GB/s, and GPUs 300 to 1,000 GB/s.
-MAIN_MEMORY_COST = 10
-# Assumed number of draft passes per target pass, and number of tokens that each target pass then generates.
-# The first was chosen as a common draft length, the second as what a mediocre draft model achieves with it.
-DRAFT_READS, TOKENS_PER_DRAFT = 4, 2
+__all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget", "stream_least"]
 
 Preference = Literal["speed", "context"]
 """What to preserve when memory is short: the draft model (speed), or a long context."""

@@ -10,19 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
+from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES, SLOW_DISK_BYTES_PER_SECOND
 from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
 from edgespec.model.memory_estimate import ExpertShares, MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.system.files import format_bytes, format_rate
 
 __all__ = ["Decision", "Item", "MemoryPlan", "MemoryUse", "Streaming", "create_items", "shared_items"]
-
-# Memory to add to a plan for what it does not model, such as fragmentation: a fraction of the models' memory
-# and a minimum in bytes. The values were chosen rather than measured. `scripts/bench_plan.py` compares plans
-# with the memory actually used.
-HEADROOM_SHARE, MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
-# Speed in bytes per second below which a disk is reported as slow. The value was chosen to lie between hard
-# disks (up to 0.25 GB/s) and SATA SSDs (0.5 GB/s).
-SLOW_DISK_BYTES_PER_SECOND = 0.3e9
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter as now
 
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
+from edgespec.memory.budget import available_bytes
+from edgespec.memory.constants import CHECK_SECONDS, DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.system.files import format_bytes
 from edgespec.system.heap import release_free_memory
 
 __all__ = ["MemoryPressure"]
-
-# Minimum time in seconds between checks of the free memory during a reply. It was chosen to keep the overhead
-# of these checks low.
-CHECK_SECONDS = 1.0
 
 
 class MemoryPressure:

@@ -15,6 +15,7 @@ from edgespec.engine.loop import Verifier
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, EdgespecError
+from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.cache import HeadState, PrefixCache
 from edgespec.memory.prefix_cache.store import reusable_tokens
@@ -24,19 +25,7 @@ from edgespec.model.base_model import scaled_progress
 from edgespec.model.image_tokens import end_of_images, token_runs, whole_images
 from edgespec.model.model_facts import Capabilities
 
-__all__ = ["READ_TOKENS", "TargetCache", "read_prompt", "score"]
-
-# Number of tokens per pass over a prompt if KV cells depend on how it is split into passes. Only the last
-# pass over whole blocks, and the pass over the tokens after them, can be shorter. Also the size of a block if
-# no smaller one is known to give the same KV cells. The number was chosen to limit the number of passes over
-# a prompt.
-READ_TOKENS = 256
-
-# Number of tokens per pass when reprocessing a reply in idle time. The value was chosen to be small, because
-# a new request may have to wait for one such pass.
-IDLE_READ_TOKENS = 64
-# Maximum number of tokens per pass when scoring a prompt. It was chosen to limit the memory for logits.
-SCORED_TOKENS = 64
+__all__ = ["TargetCache", "read_prompt", "score"]
 
 
 class TargetCache:

@@ -14,17 +14,11 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.processors import Candidates
 from edgespec.engine.tree import common_prefix_length
 from edgespec.errors import EdgespecError
+from edgespec.methods.constants import SINK_TOKENS, TOP_TOKENS
 from edgespec.model.base import LanguageModel, Progress, Snapshot
 from edgespec.model.hidden_states import HeadModel
 
-__all__ = ["SINK_TOKENS", "DraftCache", "HeadCache", "is_confident", "replace_unknown_ids", "top_probs"]
-
-# Number of tokens at the beginning of a sequence that a draft model always keeps ("attention sinks"). Four
-# were chosen because they suffice in StreamingLLM (arXiv 2309.17453).
-SINK_TOKENS = 4
-# Draft probabilities are computed only for this many of the most likely tokens. The number was chosen to
-# avoid sorting the whole vocabulary, which is slow.
-TOP_TOKENS = 64
+__all__ = ["DraftCache", "HeadCache", "is_confident", "replace_unknown_ids", "top_probs"]
 
 # Header of a copied head state: the start and end positions of its KV cache, and the number of hidden states
 # that follow (0 or 1).

@@ -5,25 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PRIOR_WEIGHT", "WEIGHT_AFTER_PAUSE", "AcceptanceCounts", "RunningMean"]
+from edgespec.methods.constants import (
+    ACCEPTANCE_DECAY,
+    LONG_ACCEPTANCE_DECAY,
+    MAX_RESTORED_COUNT,
+    MEAN_VALUES,
+)
 
-# Number of recent values in a running mean, chosen so that the mean follows changes within a reply.
-MEAN_VALUES = 10
-# A mean restored from an earlier run counts as at most this many values. The number was chosen so that new
-# values soon outweigh it.
-MAX_RESTORED_COUNT = 5
-# Each new token multiplies the earlier acceptance counts by this factor. It was chosen so that a token loses
-# half of its weight after 34 more tokens.
-ACCEPTANCE_DECAY = 0.98
-# Decay factor for long-term acceptance counts, chosen so that a token loses half of its weight after 346 more
-# tokens.
-LONG_ACCEPTANCE_DECAY = 0.998
-# Weight of assumed acceptance probabilities, as a number of drafted tokens. It was chosen so that
-# measurements soon outweigh them.
-PRIOR_WEIGHT = 4.0
-# When drafting resumes after a pause, earlier results count as at most this many drafted tokens. A low number
-# was chosen, because the text may have changed.
-WEIGHT_AFTER_PAUSE = 2.0
+__all__ = ["AcceptanceCounts", "RunningMean"]
 
 
 class RunningMean:

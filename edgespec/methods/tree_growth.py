@@ -16,33 +16,21 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.methods.constants import (
+    ASSUMED_DRAFT_PASS_COST,
+    DRAFT_PROB_EDGES,
+    DRAFT_PROB_PRIOR,
+    MAX_LOOKAHEAD_LEVELS,
+    MAX_TREE_WIDTH,
+    PRIOR_WEIGHT,
+    STEEP_COST,
+    TYPICAL_PRIOR,
+    WEIGHT_AFTER_PAUSE,
+)
 from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
-from edgespec.methods.running_stats import PRIOR_WEIGHT, WEIGHT_AFTER_PAUSE, AcceptanceCounts, RunningMean
+from edgespec.methods.running_stats import AcceptanceCounts, RunningMean
 
 __all__ = ["AdaptiveTreeGrowth", "Children", "DraftProbs", "FixedShape", "TreeGrowth"]
-
-# Maximum number of tokens in an adaptive tree, including its root. The limit was chosen to bound the time for
-# planning a tree. Most trees stay smaller because of the measured pass costs.
-MAX_TREE_WIDTH = 64
-# Maximum number of tree levels to plan ahead, chosen because estimates for deeper levels are too uncertain.
-MAX_LOOKAHEAD_LEVELS = 4
-# If a two-token pass takes at least this many times as long as a single-token pass, `force_draft` drafts two
-# tokens instead of one. The value was chosen because a single drafted token cannot save time if the ratio is
-# 2.
-STEEP_COST = 1.9
-# Assumed duration of a draft model pass, in single-token target passes, until it is measured. It was chosen
-# for a draft model a fifth the size of the target. `auto` measures draft models and heads when they are first
-# used (`Drafter.warm_up`).
-ASSUMED_DRAFT_PASS_COST = 0.2
-# Bin edges for counting acceptance by draft probability. They were chosen to be closer together near 0 and 1,
-# where small differences matter more.
-DRAFT_PROB_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-# Assumed acceptance probability in each bin of `DRAFT_PROB_EDGES`, before any tokens have been counted.
-# Values near the middle of each bin were chosen, which assumes that the draft model is well calibrated.
-DRAFT_PROB_PRIOR = (0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98)
-# Assumed acceptance probability of the draft model's most likely token, until tokens have been counted. A
-# high value was chosen, so that untested draft models are tried.
-TYPICAL_PRIOR = 0.7
 
 
 # Function that returns the draft model's highest next-token probabilities after a node, in descending order.

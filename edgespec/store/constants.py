@@ -8,7 +8,7 @@ from __future__ import annotations
 # Minimum size in bytes of the weights that a model reads per pass for its speed to be predicted. The passes
 # of smaller models are dominated by fixed costs, so speeds derived from the size would be too high. The limit
 # was chosen because a CPU reads 64 MiB in 1 to 3 ms, and below `FAST_TARGET_SECONDS`
-# (`methods/auto/controller.py`), drafting usually costs more than it saves.
+# (`methods/auto/constants.py`), drafting usually costs more than it saves.
 MIN_ESTIMABLE_BYTES = 64 * 2**20
 
 # Assumed acceptance rate of a draft model as large as the target, and the decrease for every tenfold

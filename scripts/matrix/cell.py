@@ -16,7 +16,7 @@ from typing import Any
 import edgespec
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
 from edgespec.system.heap import release_free_memory
 
 # Number of tokens at the end of the context that are prefilled instead of copied, and number of single-token

@@ -16,7 +16,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.loading import bit_exactness
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
-from edgespec.memory.target_cache import READ_TOKENS
+from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import BaseModel
 from edgespec.model.model_facts import Capabilities, ModelFacts

@@ -44,8 +44,8 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Memor
 from edgespec.loading import pair_estimate, planning, speed_prediction
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 from edgespec.memory.budget import Limit
+from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.fitting import SHORT_CONTEXT_TOKENS
 from edgespec.memory.plan import Streaming
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.methods.costs.curve import CostCurve

@@ -13,7 +13,8 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, fixed_options, plan_pair
 from edgespec.memory.budget import Budget
-from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS, has_room_to_resize
+from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
+from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.model.base import LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 

@@ -23,7 +23,8 @@ from edgespec import Reply, Runtime
 from edgespec.decode import idle
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.memory import pressure
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, resident_bytes
+from edgespec.memory.budget import resident_bytes
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.store import Segment
 from edgespec.memory.pressure import MemoryPressure

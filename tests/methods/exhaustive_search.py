@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from edgespec.methods.constants import MAX_MATCH_TOKENS
 from edgespec.methods.suffix.drafter import SuffixConfig
-from edgespec.methods.suffix.indexes import MAX_MATCH_TOKENS, SEPARATOR, SuffixArray, SuffixAutomaton
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixArray, SuffixAutomaton
 
 Text = list[int]
 Paths = dict[tuple[int, ...], float]

@@ -16,14 +16,9 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
+from edgespec.methods.constants import MAX_NGRAMS_PER_TOKEN
 from edgespec.methods.costs.curve import CostCurve
-from edgespec.methods.lookahead.drafter import (
-    MAX_NGRAMS_PER_TOKEN,
-    LookaheadDrafter,
-    LookaheadWindow,
-    NgramPool,
-    choose_window,
-)
+from edgespec.methods.lookahead.drafter import LookaheadDrafter, LookaheadWindow, NgramPool, choose_window
 from edgespec.model.model_facts import Capabilities
 from tests.raising import raises
 from tests.tables import END, PROMPT, VOCAB, runtime, table, with_drafter

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.methods.constants import MAX_MATCH_TOKENS
 from edgespec.methods.suffix.drafter import (
     IndexedSource,
     ScoredDraft,
@@ -16,7 +17,7 @@ from edgespec.methods.suffix.drafter import (
     grow_draft,
     merge_drafts,
 )
-from edgespec.methods.suffix.indexes import MAX_MATCH_TOKENS, SEPARATOR, SuffixAutomaton
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixAutomaton
 from tests.methods.exhaustive_search import (
     Paths,
     Text,

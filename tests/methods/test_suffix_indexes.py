@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.methods.suffix.indexes import (
-    MAX_CONTINUATION_TOKENS,
-    MAX_MATCH_TOKENS,
-    MAX_SAMPLED_OCCURRENCES,
-    SEPARATOR,
-    SuffixArray,
-    SuffixAutomaton,
-    SuffixRange,
-)
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, MAX_SAMPLED_OCCURRENCES
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixArray, SuffixAutomaton, SuffixRange
 from tests.cases import first
 from tests.methods.exhaustive_search import (
     Text,

@@ -12,7 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
+from edgespec.memory.budget import available_bytes
+from edgespec.memory.constants import (
+    DEFAULT_RESERVE_BYTES,
+    MAX_MERGED_TOKENS,
+    MAX_SEQUENCE_SHARE,
+    MIN_SEGMENT_TOKENS,
+)
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, Tokens
 from edgespec.memory.prefix_cache.store import (
     ReuseCosts,
@@ -26,16 +32,6 @@ from edgespec.model.base import LanguageModel
 from edgespec.model.image_tokens import whole_images
 
 __all__ = ["HeadState", "PrefixCache", "PrefixCacheUsage"]
-
-# Minimum length in tokens of the segments into which cached sequences are split. The limit was chosen because
-# each segment has a fixed cost.
-MIN_SEGMENT_TOKENS = 64
-# Segments of up to this many tokens are merged with the next one. The limit was chosen so that a chat with
-# many short turns does not become many segments.
-MAX_MERGED_TOKENS = 256
-# Maximum size of a cached sequence, as a fraction of the cache's size limit. The value was chosen to leave a
-# margin, because copies can be slightly larger than estimated.
-MAX_SEQUENCE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from edgespec.memory.constants import DISK_CACHE_SHARE, FRESH_FILE_SECONDS, MAX_DISK_CACHE_BYTES
 from edgespec.model.base import Snapshot
 from edgespec.system.files import (
     data_folder,
@@ -44,14 +45,6 @@ __all__ = [
     "prefix_cache_folder",
     "read_header",
 ]
-
-# Seconds to add to the age of files when choosing which ones to evict. The value was chosen so that, for
-# recently used ones, age matters less than the prefill time saved.
-FRESH_FILE_SECONDS = 600.0
-
-# Default size limit of cached prefixes on disk: a fraction of the free disk space, up to a limit in bytes.
-# The limits were chosen so that the cache does not fill the disk.
-DISK_CACHE_SHARE, MAX_DISK_CACHE_BYTES = 0.1, 4 * 2**30
 
 Tokens: TypeAlias = NDArray[np.int32]
 

@@ -15,7 +15,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.constants import (
+    COPIES_AT_ONCE,
+    COPY_BYTES_PER_SECOND,
+    DEFAULT_RESERVE_BYTES,
+    FRESH_SEGMENT_SECONDS,
+    MAX_PREFIX_CACHE_BYTES,
+    MIN_CACHED_TOKENS,
+    MIN_TIMED_BYTES,
+    NEW_REUSE_WEIGHT,
+    PREFILL_SPEEDUP,
+    PREFIX_CACHE_KV_CACHES,
+    PREFIX_CACHE_SHARE,
+)
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, Tokens
 from edgespec.model.base import Snapshot
 from edgespec.model.image_tokens import end_of_images, whole_images
@@ -33,35 +45,6 @@ __all__ = [
     "shared_tokens",
     "tokens_digest",
 ]
-
-# Seconds to add to the age of segments when choosing which ones to evict. The value was chosen so that, for
-# recently used ones, age matters less than the prefill time saved.
-FRESH_SEGMENT_SECONDS = 60.0
-
-# Default size limit of the prefix cache: a fraction of the memory that the loaded models leave free, up to a
-# limit in bytes. The limits were chosen so that other programs can use the rest.
-PREFIX_CACHE_SHARE, MAX_PREFIX_CACHE_BYTES = 0.25, 4 * 2**30
-# Upper limit on the prefix cache's default size, as a multiple of the size of the target's KV cache. Without
-# it, a server with a small model would fill gigabytes with the prompts of thousands of requests. The value
-# was chosen rather than measured.
-PREFIX_CACHE_KV_CACHES = 8
-# Maximum memory needed to copy a KV cache, as a multiple of the size of the copy. The value was chosen to err
-# on the high side.
-COPIES_AT_ONCE = 3
-# Minimum length of cached prefixes in tokens. The limit was chosen because shorter ones are fast to prefill.
-MIN_CACHED_TOKENS = 16
-# Minimum size in bytes of copies that are timed. The limit was chosen because most of the time of a smaller
-# copy is overhead.
-MIN_TIMED_BYTES = 1 << 16
-# Assumed speed of copying a KV cache in bytes per second, until a copy has been timed. The value was chosen
-# to be conservative.
-COPY_BYTES_PER_SECOND = 2e9
-# Assumed speed of prefill per token relative to a measured single-token pass, until a prefill has been timed.
-# The value was chosen as a conservative estimate.
-PREFILL_SPEEDUP = 4.0
-# Weight of the latest measurement in the moving averages of prefill and copy times. The value was chosen to
-# average over about three measurements.
-NEW_REUSE_WEIGHT = 0.3
 
 
 def shared_tokens(a: Tokens, b: Tokens) -> int:

@@ -8,38 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.methods.auto.constants import (
+    MAX_PAUSE_ROUNDS,
+    MAX_RETRY_INTERVAL,
+    MIN_GAIN,
+    MIN_PAUSE_ROUNDS,
+    MIN_RETRY_INTERVAL,
+    NEGLIGIBLE_COST,
+    RARE_FACTOR,
+    RETRY_COST_FACTOR,
+    RETRY_ROUNDS,
+    RETRY_SHARE,
+    TRIAL_ROUNDS,
+)
 from edgespec.methods.running_stats import RunningMean
 
 __all__ = ["Backoff", "RetrySchedule"]
-
-# Pause drafting if its mean gain falls below this share of a target step. The threshold was chosen to be
-# slightly negative, so that drafting continues if it breaks even.
-MIN_GAIN = -0.01
-# Never pause drafting if an unsuccessful search for a draft takes less than this share of a target step. The
-# value was chosen to be smaller than the loss that `MIN_GAIN` tolerates.
-NEGLIGIBLE_COST = 0.005
-# Minimum number of drafts before the first pause, chosen so that a few rejected drafts are not enough to
-# pause drafting.
-TRIAL_ROUNDS = 8
-# Number of drafts in each attempt to resume drafting after a pause. It was chosen to be smaller than
-# `TRIAL_ROUNDS`, to lose less time.
-RETRY_ROUNDS = 4
-# Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
-# unsuccessful attempt to resume drafting. The initial pause was chosen so that the first retry comes after a
-# sentence or two.
-MIN_PAUSE_ROUNDS, MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of resuming drafting, chosen to make retries rarer.
-RETRY_COST_FACTOR = 3
-# Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful
-# retries. Both were chosen to be shorter than pauses that stop all drafting, because only one drafter is
-# affected.
-MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = 4, 128
-# Maximum share of the decoding time to spend on retrying drafters that save no time. The value was chosen to
-# stay below `EXPLORATION_RATE`.
-RETRY_SHARE = 0.0075
-# Retries count as rare if the interval is at least this many times the shortest one. The factor was chosen so
-# that three unsuccessful retries, each of which doubles the interval, reach it.
-RARE_FACTOR = 8
 
 
 class Backoff:

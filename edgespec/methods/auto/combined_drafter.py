@@ -18,7 +18,8 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.methods.auto.drafter_stats import MAX_PROB_SUM, DrafterStats
+from edgespec.methods.auto.constants import MAX_PROB_SUM
+from edgespec.methods.auto.drafter_stats import DrafterStats
 from edgespec.methods.auto.model_selection import ModelSelector, RoundEstimate
 from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft
 from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost

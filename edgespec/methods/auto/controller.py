@@ -19,6 +19,14 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.backoff import Backoff
 from edgespec.methods.auto.combined_drafter import CombinedDrafter, UnusedDrafter
+from edgespec.methods.auto.constants import (
+    FAST_TARGET_SECONDS,
+    MIN_COMPARED_TOKENS,
+    PAUSED_ROUNDS,
+    REMEASURE_TOKENS,
+    SAVE_INTERVAL_SECONDS,
+    TOKENS_PER_RETRY,
+)
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker, WorstCaseCosts
 from edgespec.methods.base import Drafter, DrafterMemory
@@ -33,25 +41,6 @@ __all__ = [
     "ControllerReport",
     "DraftingStatus",
 ]
-
-# Maximum number of tokens between two measurements of the target step, chosen so that only about 1 % of all
-# tokens are spent on measuring.
-REMEASURE_TOKENS = 96
-# While drafting is paused, consider resuming it only once per this many tokens. The interval was chosen
-# because the check is noticeably slow on small models.
-PAUSED_ROUNDS = 15
-# Minimum seconds between saves of the statistics, chosen to avoid frequent writes.
-SAVE_INTERVAL_SECONDS = 60.0
-# Omit drafters from the report if they saved no time and drafted less than once per this many tokens. The
-# threshold was chosen because drafts that rare are merely retries.
-TOKENS_PER_RETRY = 16
-# Minimum length, in tokens, of a reply whose speed-up is reported. The minimum was chosen because the
-# speed-up of shorter replies varies too much.
-MIN_COMPARED_TOKENS = 16
-# If a target step takes fewer seconds than this and drafting has saved no time, tell the user that the model
-# is too fast to benefit from drafting. The threshold was chosen because the fixed costs of a draft matter
-# more when a target step is short. It affects only this message, not the decision to draft.
-FAST_TARGET_SECONDS = 0.003
 
 _KIND = "drafting"  # The kind under which the facts database stores the statistics.
 

@@ -17,55 +17,25 @@ from numpy.typing import NDArray
 
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.backoff import RetrySchedule
+from edgespec.methods.auto.constants import (
+    ASSUMED_PREFILL_COST,
+    CODE_SHARE,
+    DIGIT_SHARE,
+    INSPECTED_CHARACTERS,
+    LONG_TERM_PRIOR_WEIGHT,
+    LOOKUP_PRIOR,
+    MAX_PROB_SUM,
+    MEASURED_ROUNDS,
+    MIN_DOCUMENT_CHARACTERS,
+    MODEL_PRIOR,
+    PREFILL_ROUNDS,
+    STREAKS,
+)
 from edgespec.methods.base import Drafter
-from edgespec.methods.running_stats import PRIOR_WEIGHT, WEIGHT_AFTER_PAUSE, AcceptanceCounts, RunningMean
+from edgespec.methods.constants import PRIOR_WEIGHT, WEIGHT_AFTER_PAUSE
+from edgespec.methods.running_stats import AcceptanceCounts, RunningMean
 
-__all__ = [
-    "MAX_PROB_SUM",
-    "MEASURED_ROUNDS",
-    "TEXT_KINDS",
-    "TEXT_KIND_TOKENS",
-    "AcceptanceStats",
-    "DrafterStats",
-    "text_kind",
-]
-
-# Determine the kind of a text from at most this many tokens and characters at its end. Both limits were
-# chosen to keep classification fast.
-TEXT_KIND_TOKENS, INSPECTED_CHARACTERS = 512, 2000
-
-# Number of measurements needed to estimate a duration. It was chosen because the first one is often too high.
-MEASURED_ROUNDS = 2
-# Assumed time to prefill one token, in target steps, until it is measured. The value was chosen to be close
-# to the costs in `scripts/simulation/machines.py`. The actual time is measured when a draft model is first
-# used.
-ASSUMED_PREFILL_COST = 0.03
-# Number of draft-and-verify rounds over which to amortise the cost of a prefill when estimating whether
-# drafting saves time. The number was chosen to be typical of a medium-length reply.
-PREFILL_ROUNDS = 48
-# Upper limit on the total acceptance probability of a node's children. A value below 1 was chosen, because
-# acceptance is never certain.
-MAX_PROB_SUM = 0.98
-# Acceptance of lookups is counted separately after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a
-# row. The bounds were chosen so that each is four times the previous one.
-STREAKS = (1, 4, 16)
-# Assumed acceptance probability of a node's first, second and later children in lookup drafts, with one row
-# per range of `STREAKS`. The values were chosen so that the first child's probability increases from row to
-# row.
-LOOKUP_PRIOR = ((0.4, 0.1, 0.05), (0.6, 0.1, 0.05), (0.75, 0.1, 0.05), (0.9, 0.05, 0.02))
-# Assumed acceptance probability of a node's first, second and later children in drafts from draft models. The
-# first value was chosen to be high, so that draft models are tried.
-MODEL_PRIOR = ((0.85, 0.1, 0.05),)
-# Weight of the assumed probabilities in long-term rates, as a number of drafted tokens. It was chosen to be
-# higher than `PRIOR_WEIGHT` (`running_stats.py`), so that a few rejected tokens do not rule out a
-# drafter.
-LONG_TERM_PRIOR_WEIGHT = 12.0
-# Prompts of more than this many characters are classified as documents rather than conversation. The limit
-# was chosen to be about 200 words.
-MIN_DOCUMENT_CHARACTERS = 1200
-# Minimum share of code-like lines in a prompt classified as code, and of digits in one classified as numbers.
-# The shares were chosen so that a few such lines or digits make no difference.
-CODE_SHARE, DIGIT_SHARE = 0.25, 0.06
+__all__ = ["TEXT_KINDS", "AcceptanceStats", "DrafterStats", "text_kind"]
 
 TEXT_KINDS = ("talk", "document", "code", "numbers")
 _CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#include|return\b|\}|@\w+)|\s{4,}\S")

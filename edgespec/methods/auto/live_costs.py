@@ -11,54 +11,28 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.methods.auto.constants import (
+    ASSUMED_PASS_RATIO,
+    ASSUMED_RATIO_OF_THREADS,
+    CONTEXT_BUCKETS,
+    DEVIATION_WEIGHT,
+    FIRST_DECAY,
+    FIRST_PASSES,
+    LINK_DECAY,
+    MAX_CHANGE,
+    MAX_DEVIATION,
+    MAX_REPLIES,
+    MAX_SAVED_RATIO,
+    MIN_TARGET_STEPS,
+    SETTLED_PASSES,
+    TARGET_STEP_WEIGHT,
+    VERIFY_DECAY,
+    WIDE_PASS_WEIGHT,
+    WORST_PASS_STEP_DECAY,
+)
 from edgespec.methods.costs.curve import CostCurve
 
 __all__ = ["Conditions", "LiveCosts"]
-
-# Boundaries, in tokens, between the ranges of context lengths. Costs are tracked separately for each range,
-# because passes take longer as the context grows. The boundaries were chosen so that each is four times the
-# previous one.
-CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Track costs separately for each number of concurrent replies up to this limit. Larger numbers share one set
-# of costs. The limit was chosen to keep the number of measurements small.
-MAX_REPLIES = 8
-# After the number of concurrent replies or CPU threads changes, measure this many target steps before
-# trusting the costs. The number was chosen to be small so that drafting resumes soon.
-MIN_TARGET_STEPS = 3
-# New estimates of pass costs adapt faster until about this many multi-token passes have been measured. The
-# number was chosen as the point at which the faster rate has fallen to `WIDE_PASS_WEIGHT`.
-SETTLED_PASSES = 20
-# Assumed ratio of a verify pass's worst-case duration to its expected duration, after a change in the number
-# of concurrent replies and of CPU threads, respectively. The values were chosen to be on the safe side.
-# Measurements replace them within `FIRST_PASSES` passes.
-ASSUMED_PASS_RATIO, ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
-# Decay factors for the worst-case ratio, applied after each target step and each verify pass, respectively,
-# so that outliers are forgotten. They were chosen so that a slow pass is remembered for dozens of passes.
-WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
-# Replaces `WORST_PASS_STEP_DECAY` if layers run on workers. The value was chosen to equal `VERIFY_DECAY`.
-# Passes on workers are often delayed for reasons unrelated to drafting, and a single slow pass must not stop
-# drafting for the rest of the reply.
-LINK_DECAY = 0.97
-# `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. It was chosen so that
-# measurements soon replace the assumed ratio.
-FIRST_DECAY, FIRST_PASSES = 0.8, 4
-# Saved costs are treated as damaged if they differ from measured costs by more than this factor. The factor
-# was chosen to be far larger than any change in a machine's speed.
-MAX_SAVED_RATIO = 1000.0
-# Weight of the newest measurement in the estimated duration of a target step, chosen to average over about
-# four steps.
-TARGET_STEP_WEIGHT = 0.25
-# Weight of the newest measurement in the moving average of the cost of multi-token passes, chosen to average
-# over about seven passes.
-WIDE_PASS_WEIGHT = 0.15
-# Maximum factor by which a single pass can change an estimate, chosen to limit the effect of interruptions.
-MAX_CHANGE = 4.0
-# If multi-token passes deviate from their estimated durations by more than this factor, the machine's speed
-# may have changed. The factor was chosen to exceed the usual variation between passes.
-MAX_DEVIATION = 1.25
-# Weight of the newest pass in the moving average of the ratio of actual to estimated durations, chosen to
-# average over about three passes.
-DEVIATION_WEIGHT = 0.3
 
 _MAX_LOG_SAVED_RATIO = math.log(MAX_SAVED_RATIO)
 

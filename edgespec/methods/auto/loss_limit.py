@@ -8,34 +8,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from edgespec.methods.auto.constants import (
+    ASSUMED_LEVEL_COST,
+    DRAFT_ROUND_DECAY,
+    EXPLORATION_RATE,
+    FIRST_ROUNDS,
+    FIRST_ROUNDS_SHARE,
+    MAX_LEVEL_COST_RATIO,
+    MAX_LEVEL_PASSES,
+    MAX_LOSS_RATE,
+    MAX_LOSS_STEPS,
+    WORST_DRAFT_STEP_DECAY,
+)
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.running_stats import RunningMean
 
 __all__ = ["LossLimits", "LossTracker", "WorstCaseCosts"]
-
-# Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, plus a
-# number of target steps that allows even short replies to try a draft. Both were chosen so that the slowdown
-# is hard to notice.
-MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
-# Maximum time to spend trying drafters that do not seem to help, as a share of a reply's plain decoding time.
-# The value was chosen as half of `MAX_LOSS_RATE`.
-EXPLORATION_RATE = 0.01
-# Assumed time to draft one token, in target steps, if the draft model has not been measured. A value above
-# `ASSUMED_DRAFT_PASS_COST` was chosen, because this is a worst case.
-ASSUMED_LEVEL_COST = 0.3
-# Worst-case time to draft one token, including sampling, relative to a pass of the draft model. The value was
-# chosen to be on the safe side.
-MAX_LEVEL_PASSES = 1.5
-# Decay factors for the worst-case time to draft a token, applied after each draft and each target step,
-# respectively, so that outliers are forgotten. They were chosen to match `VERIFY_DECAY` and
-# `WORST_PASS_STEP_DECAY`.
-DRAFT_ROUND_DECAY, WORST_DRAFT_STEP_DECAY = 0.97, 0.995
-# The first `FIRST_ROUNDS` drafts of a reply may each lose only `FIRST_ROUNDS_SHARE` of the time that
-# `--max-loss` allows. The share was chosen so that drafting can continue if one of them is rejected.
-FIRST_ROUNDS, FIRST_ROUNDS_SHARE = 2, 0.5
-# Do not shorten a draft if that would raise its cost per token by more than this factor. The factor was
-# chosen so that a shorter draft costs only slightly more per token.
-MAX_LEVEL_COST_RATIO = 1.25
 
 
 class LossLimits(NamedTuple):

@@ -10,30 +10,20 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, zip_longest
 from math import inf
 
-from edgespec.methods.auto.drafter_stats import MEASURED_ROUNDS, DrafterStats
+from edgespec.methods.auto.constants import (
+    CHALLENGE_ROUNDS,
+    COMPARED_DRAFT_LENGTHS,
+    MAX_TOKENS_AT_RISK,
+    MEASURED_ROUNDS,
+    MIN_INTERIM_GAIN,
+    MIN_PREFILL_TOKENS,
+    PREFILL_SHARE,
+)
+from edgespec.methods.auto.drafter_stats import DrafterStats
 from edgespec.methods.costs.curve import CostFunction, PassLimits
 from edgespec.methods.running_stats import RunningMean
 
 __all__ = ["ModelSelector", "RoundEstimate"]
-
-# Retry unsuccessful drafters only while the other drafters are expected to contribute at most this many
-# accepted tokens per pass. The limit was chosen to be low, because a retry sacrifices those tokens.
-MAX_TOKENS_AT_RISK = 0.5
-# Number of rounds for which to try a draft model other than the best one. The number was chosen to limit the
-# time lost.
-CHALLENGE_ROUNDS = 4
-# While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
-# this. The minimum was chosen because smaller measured gains are often noise.
-MIN_INTERIM_GAIN = 1.15
-# Draft lengths to compare for drafters that choose their own length. They were chosen to be closer together
-# at the short end, where one more token makes a larger difference.
-COMPARED_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Prefilling draft models may use at most this share of the time that `--max-loss` allows. The share was
-# chosen to leave the other half for drafts.
-PREFILL_SHARE = 0.5
-# Minimum number of tokens to prefill, chosen because a draft model that sees fewer tokens rarely predicts
-# correctly.
-MIN_PREFILL_TOKENS = 32
 
 
 class ModelSelector:

@@ -20,43 +20,21 @@ import numpy as np
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.methods.constants import DEFAULT_MAX_BRANCHES, DEFAULT_MAX_WIDTH
+from edgespec.methods.costs.constants import (
+    ASSUMED_COST_PER_TOKEN,
+    BUDGET_SECONDS,
+    CHANGE_REPEATS,
+    MAX_EXCESS,
+    MAX_REQUIRED_PADDED_WIDTH,
+    MEASURED_WIDTHS,
+    MIN_BUDGET_STEPS,
+    REPEATS,
+    REQUIRED_WIDTHS,
+)
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
 
-__all__ = [
-    "BUDGET_SECONDS",
-    "REPEATS",
-    "CostCurve",
-    "CostFunction",
-    "PassLimits",
-    "assumed_cost",
-    "measure_costs",
-]
-
-# Pass widths to measure. They were chosen to be closer together among small widths, because backends use
-# different kernels for them.
-MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# Pass widths to measure even if the time budget is spent, chosen to show the shape of the curve with few
-# passes.
-REQUIRED_WIDTHS = (1, 2, 4, 8)
-# For models that pad their passes, the largest width to measure even if the time budget is spent. Derived as
-# one more than the largest of `REQUIRED_WIDTHS`.
-MAX_REQUIRED_PADDED_WIDTH = 9
-# Number of additional measurements of `CostCurve.change_seconds`. A large number was chosen, because an
-# overestimate would make drafting seem too expensive for as long as the model is loaded.
-CHANGE_REPEATS = 20
-# Default time budget of a measurement in seconds, and the minimum budget in single-token passes. Both were
-# chosen to keep the first load of a model short.
-BUDGET_SECONDS, MIN_BUDGET_STEPS = 2.0, 12
-# Default number of additional passes per width, chosen so that two outliers cannot affect the median.
-REPEATS = 5
-# Maximum duration of a pass, as a multiple of a wider pass's duration. The limit was chosen to be generous.
-# The largest multiple in `scripts/simulation/machines.py` is 1.41 (three versus four tokens on two CPU cores
-# with Q4_0).
-MAX_EXCESS = 3.0
-# Assumed cost of each additional token in a pass, relative to a single-token pass, if only single-token
-# passes were measured. A low value was chosen, so that unknown costs do not rule out drafting.
-ASSUMED_COST_PER_TOKEN = 0.05
+__all__ = ["CostCurve", "CostFunction", "PassLimits", "assumed_cost", "measure_costs"]
 
 
 # A function v(m) that returns the duration of an m-token pass, relative to a single-token pass.

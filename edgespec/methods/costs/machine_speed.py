@@ -19,6 +19,14 @@ from time import perf_counter as now
 from typing import Any
 
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError
+from edgespec.methods.costs.constants import (
+    BENCHMARK_BYTES,
+    BENCHMARK_PROMPT_TOKENS,
+    MACHINE_REPEATS,
+    MACHINE_ROUNDS,
+    MACHINE_WIDTHS,
+    TYPE_SECONDS,
+)
 from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.model_facts import PassWeights
@@ -36,21 +44,6 @@ __all__ = [
     "save_machine_speed",
     "saved_machine_speed",
 ]
-
-# Pass widths to measure with the benchmark models. Fewer were chosen than for a loaded model, because every
-# quantisation type is measured.
-MACHINE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-# Approximate weight size of each benchmark model, chosen so that the weights, like those of real models, do
-# not fit into most processor caches.
-BENCHMARK_BYTES = 192 * 2**20
-# Number of prompt tokens for measuring prefill, chosen to keep the measurement short.
-BENCHMARK_PROMPT_TOKENS = 32
-# Number of measurement rounds over all quantisation types. The shortest durations are used. Two rounds were
-# chosen because other activity can slow down a machine for a few seconds.
-MACHINE_ROUNDS = 2
-# Number of additional passes per width, and time budget in seconds per type and round. Both were chosen so
-# that measuring all types takes less than 20 seconds.
-MACHINE_REPEATS, TYPE_SECONDS = 3, 0.6
 
 _KEPT = (
     "This measurement was not saved, because other programs were busy. The saved one was made when this"

@@ -13,7 +13,18 @@ from time import perf_counter as now
 from typing import Any, TypeAlias
 
 from edgespec.errors import CancelledError
-from edgespec.methods.costs.curve import BUDGET_SECONDS, REPEATS, CostCurve, measure_costs
+from edgespec.methods.costs.constants import (
+    BUDGET_SECONDS,
+    MAX_STEP_RATIO,
+    MAX_THREAD_SLOWDOWN,
+    MIN_THREAD_GAIN,
+    REPEATS,
+    STREAMED_LAYERS_RATIO,
+    THREAD_BUDGET_SECONDS,
+    THREAD_ROUNDS,
+    THREAD_SHARES,
+)
+from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.methods.costs.machine_speed import machine_identity
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.store.saved_arrays import models_fingerprint
@@ -30,27 +41,6 @@ __all__ = [
     "thread_counts",
     "use_fastest_threads",
 ]
-
-# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor. The
-# factor was chosen to exceed the usual variation in a machine's speed.
-MAX_STEP_RATIO = 2.0
-# Saved pass durations of a model that is read from disk are reused if the number of streamed layers has
-# changed by less than about this factor. It was chosen to cover small changes in the amount of free memory,
-# which would otherwise cause every load to measure the model again.
-STREAMED_LAYERS_RATIO = 1.1
-# Thread counts to compare, as shares of the number of physical cores. Shares below 1 were chosen because half
-# of the cores are slow on many laptops, and because a few cores can saturate the memory bandwidth.
-THREAD_SHARES = (1.0, 0.75, 0.5, 0.34)
-# Number of measurement rounds. Three was chosen as the fewest for which one outlier cannot affect the median.
-THREAD_ROUNDS = 3
-# After the first round, measure a thread count again only if it is slower than the fastest one by at most
-# this factor. The factor was chosen to exceed the noise of a single pass.
-MAX_THREAD_SLOWDOWN = 1.25
-# Seconds after which no new measurement round starts, chosen to keep the first load of a model short.
-THREAD_BUDGET_SECONDS = 2.0
-# Use one thread per physical core unless another count is faster by this factor. The factor was chosen
-# because smaller differences are often noise.
-MIN_THREAD_GAIN = 1.05
 
 
 class FreeCosts:

@@ -14,6 +14,7 @@ import numpy as np
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_no_view
+from edgespec.methods.constants import AGREEMENT_TOKENS, MAX_EXIT_DRAFT_LENGTH, MIN_TRAINED_AGREEMENT
 from edgespec.methods.costs.curve import CostFunction, assumed_cost
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import EarlyExit, LanguageModel
@@ -32,18 +33,7 @@ __all__ = [
     "preparation",
 ]
 
-# Maximum draft length to consider when selecting the exit layer. It was chosen to limit the number of widths
-# to measure.
-MAX_EXIT_DRAFT_LENGTH = 12
-# A model was probably trained for early exit if its lower layers predict the same token as the full model at
-# least this often. The threshold was chosen as a clear majority. It affects only the message shown if early
-# exit is not faster.
-MIN_TRAINED_AGREEMENT = 0.6
-# Number of reply tokens on which the agreement of an exit layer is measured, chosen to keep the measurement
-# short.
-AGREEMENT_TOKENS = 96
-
-# Verify pass widths, in tokens, to measure for choosing the exit layer. Derived from the longest draft.
+# Verify pass widths, in tokens, to measure for choosing the exit layer.
 EXIT_WIDTHS = range(1, MAX_EXIT_DRAFT_LENGTH + 2)
 
 

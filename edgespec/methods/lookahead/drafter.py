@@ -22,24 +22,18 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
-from edgespec.methods.constants import MAX_DRAFT_LENGTH
+from edgespec.methods.constants import (
+    LOOKAHEAD_DRAFT_LENGTH,
+    LOOKAHEAD_PASSES_PER_HIT,
+    LOOKAHEAD_PROMPT_TOKENS,
+    LOOKAHEAD_RECENT_TOKENS,
+    LOOKAHEAD_TOKEN_PROBABILITY,
+    MAX_NGRAMS_PER_TOKEN,
+)
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
-
-# Initial guesses for future tokens are drawn at random from this many recent tokens. The number was chosen so
-# that guesses fit the current text.
-LOOKAHEAD_RECENT_TOKENS = 512
-# Number of tokens at the end of the prompt whose n-grams are indexed for drafting, chosen to limit the
-# indexing time.
-LOOKAHEAD_PROMPT_TOKENS = 1 << 14
-# Assumed probability that a drafted token is accepted, and assumed number of verify passes per useful draft.
-# Both were chosen rather than measured, because the window size is needed before anything has been drafted.
-LOOKAHEAD_TOKEN_PROBABILITY, LOOKAHEAD_PASSES_PER_HIT = 0.4, 3.0
-# Maximum number of n-grams to remember for each first token. Derived from the largest window, which verifies
-# this many.
-MAX_NGRAMS_PER_TOKEN = 16
 
 
 class LookaheadWindow(NamedTuple):
@@ -182,8 +176,7 @@ class LookaheadDrafter(Drafter):
             )
         self._forced = window is not None
         self._smallest = (_TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS)[0]
-        # Until the first reply, assume the maximum draft length of other drafters.
-        self._draft_length = MAX_DRAFT_LENGTH
+        self._draft_length = LOOKAHEAD_DRAFT_LENGTH
         self._window = window or choose_window(self._curve, capabilities, self._draft_length)
         self._clear()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from edgespec.errors import BackendError, MemoryBudgetError, ModelFileError
 from edgespec.methods.base import Drafter, DrafterContext, MissingDrafter, why_no_view
+from edgespec.methods.constants import MAX_COPY_SHARE
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
-from edgespec.store.constants import MAX_ASSUMED_RATE
 from edgespec.store.prepared_files import (
     PreparedModel,
     absolute_path,
@@ -42,13 +42,6 @@ __all__ = [
     "make",
     "preparation",
 ]
-
-# A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from the best
-# case on any machine, because the limit also decides whether to make a copy before anything can be measured:
-# even if checking drafted tokens took no time, and the share `MAX_ASSUMED_RATE` of them were accepted,
-# drafting with a larger copy would be less than 5 % faster. `auto` decides by measured times whether to draft
-# with a copy.
-MAX_COPY_SHARE = (1.0 + MAX_ASSUMED_RATE) / 1.05 - 1.0
 
 COPY_FILE = "copy.gguf"
 # Identifies this kind of prepared model in the store.

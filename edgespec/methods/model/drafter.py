@@ -16,7 +16,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft, check_rollback
-from edgespec.methods.constants import MAX_FORCED_TOKENS
+from edgespec.methods.constants import MAX_FORCED_TOKENS, WARM_UP_TOKENS
 from edgespec.methods.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
 from edgespec.methods.tree_growth import FixedShape, TreeGrowth
 from edgespec.model.base import LanguageModel
@@ -24,9 +24,6 @@ from edgespec.model.base_model import SelfDraftView
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ModelDrafter"]
-
-# Number of prompt tokens used to measure a draft model's speed on first use, chosen to keep the delay short.
-WARM_UP_TOKENS = 16
 
 _NO_PROBS: NDArray[np.float64] = np.zeros(0)
 

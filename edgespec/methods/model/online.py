@@ -30,11 +30,9 @@ from edgespec.store.saved_arrays import SavedArrays
 
 __all__ = ["OnlineDrafter", "OnlineTrainer"]
 
-# Number of the target's most likely tokens to record for each rejected draft token, chosen to keep examples
-# small.
+# Number of the target's most likely tokens to record for each rejected draft token.
 TARGET_TOKENS = 16
-# Number of tokens per training example, including context tokens on which the model is not trained. It was
-# chosen to keep a training step short.
+# Number of tokens per training example, including context tokens on which the model is not trained.
 EXAMPLE_TOKENS = 96
 _CONTEXT_TOKENS = 32
 _MAX_EXAMPLES = 128

@@ -11,20 +11,13 @@ from typing import Literal
 import numpy as np
 
 from edgespec.errors import VocabularyMismatchError
+from edgespec.methods.constants import MIN_GOOD_FRACTION, MIN_TRANSLATED_FRACTION
 from edgespec.model.base import MAX_VOCAB_PADDING, Vocabulary
 
 __all__ = ["TokenTranslation", "VocabularyComparison", "compare_vocabularies"]
 
-# Translate token ids only if the draft model shares at least this fraction of the target's tokens. Otherwise,
-# retokenize the draft model's text for the target. The fraction was chosen so that most tokens can be
-# drafted.
-MIN_TRANSLATED_FRACTION = 0.5
-# Warn the user if the draft model has less than this fraction of the target's tokens, because then fewer
-# drafted tokens are accepted. The fraction was chosen so that a few missing tokens cause no warning.
-MIN_GOOD_FRACTION = 0.9
-
-# Maximum number of draft model tokens used to spell a target token that the draft model lacks, chosen to
-# bound the width of a pass. If more are needed, only the last ones are used.
+# Maximum number of draft model tokens used to spell a target token that the draft model lacks. If more are
+# needed, only the last ones are used.
 MAX_SPELLING_TOKENS = 16
 MappingKind = Literal["same", "translated", "retokenised"]
 

@@ -12,18 +12,11 @@ from dataclasses import dataclass, replace
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, OptionError
-from edgespec.methods.draft_cache import SINK_TOKENS
+from edgespec.methods.constants import SINK_TOKENS, WINDOW_TOKENS, WINDOW_TREE_TOKENS
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import WrappedModel, wrapped_capabilities
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
-
-# Default number of recent tokens that a draft model with an attention window sees, chosen to keep its KV
-# cache small.
-WINDOW_TOKENS = 1024
-# Number of tokens reserved for draft trees in a windowed draft model's context, chosen as twice
-# `MAX_TREE_WIDTH`.
-WINDOW_TREE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)

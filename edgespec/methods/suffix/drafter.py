@@ -15,14 +15,14 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.base import Drafter, DrafterMemory
-from edgespec.methods.suffix.indexes import (
+from edgespec.methods.constants import (
     MAX_CONTINUATION_TOKENS,
     MAX_MATCH_TOKENS,
-    SEPARATOR,
-    SuffixArray,
-    SuffixAutomaton,
-    SuffixRange,
+    OTHER_CHATS_TOKENS,
+    SUFFIX_LENGTH_FACTOR,
+    SUFFIX_MIN_PROBABILITY,
 )
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixArray, SuffixAutomaton, SuffixRange
 
 __all__ = [
     "IndexedSource",
@@ -34,12 +34,6 @@ __all__ = [
     "grow_draft",
     "merge_drafts",
 ]
-
-# Number of drafted tokens per matched token, and the minimum estimated probability of a drafted token and all
-# its ancestors. Both were chosen to match ArcticInference's suffix decoding.
-SUFFIX_LENGTH_FACTOR, SUFFIX_MIN_PROBABILITY = 1.0, 0.1
-# Number of recent tokens from other chats to search, chosen to limit the index's memory use.
-OTHER_CHATS_TOKENS = 1 << 13
 
 _Rows: TypeAlias = tuple[list[list[int]], int]
 # Position of a match in an index. The type depends on the kind of index.

@@ -15,25 +15,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "MAX_CONTINUATION_TOKENS",
-    "MAX_MATCH_TOKENS",
-    "SEPARATOR",
-    "SuffixArray",
-    "SuffixAutomaton",
-    "SuffixRange",
-    "TokenArray",
-]
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, MAX_SAMPLED_OCCURRENCES
 
-# Maximum number of tokens at the end of the chat to match against earlier text, chosen to limit the lookup
-# time.
-MAX_MATCH_TOKENS = 32
-# Maximum number of tokens to draft after a match, chosen to match `max_tokens` in ArcticInference's suffix
-# decoding.
-MAX_CONTINUATION_TOKENS = 32
-# Maximum number of occurrences of a match to examine. If there are more, an evenly spaced sample is used. The
-# limit was chosen to keep lookups fast.
-MAX_SAMPLED_OCCURRENCES = 64
+__all__ = ["SEPARATOR", "SuffixArray", "SuffixAutomaton", "SuffixRange", "TokenArray"]
 
 TokenArray: TypeAlias = NDArray[np.int32]
 

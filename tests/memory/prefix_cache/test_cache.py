@@ -20,9 +20,10 @@ from edgespec import Runtime
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.decode.session import SessionModels
 from edgespec.errors import BackendError
+from edgespec.memory.constants import PREFILL_SPEEDUP
 from edgespec.memory.prefix_cache.cache import PrefixCache
 from edgespec.memory.prefix_cache.disk import delete_cached_prefixes
-from edgespec.memory.prefix_cache.store import PREFILL_SPEEDUP, ReuseCosts, Segment, default_memory_bytes
+from edgespec.memory.prefix_cache.store import ReuseCosts, Segment, default_memory_bytes
 from edgespec.model.base import LanguageModel, Progress, Snapshot
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.memory.prefix_cache.helpers import ask, keeper, keeping

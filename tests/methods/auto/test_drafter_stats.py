@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.drafter_stats import TEXT_KINDS, AcceptanceStats, text_kind
-from edgespec.methods.running_stats import ACCEPTANCE_DECAY, AcceptanceCounts
+from edgespec.methods.constants import ACCEPTANCE_DECAY
+from edgespec.methods.running_stats import AcceptanceCounts
 
 CHAIN = TokenTree.chain(9, [1, 2, 3])
 FORK = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 1), (None,) * 5)

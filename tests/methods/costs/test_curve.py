@@ -17,7 +17,8 @@ from edgespec.backends import llamacpp, mlx
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ContextFullError
 from edgespec.methods.costs import curve as module
-from edgespec.methods.costs.curve import MEASURED_WIDTHS, CostCurve, assumed_cost, measure_costs
+from edgespec.methods.costs.constants import MEASURED_WIDTHS
+from edgespec.methods.costs.curve import CostCurve, assumed_cost, measure_costs
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.tables import table
