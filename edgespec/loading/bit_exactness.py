@@ -27,6 +27,7 @@ from edgespec.loading.constants import (
     ANY_SPLIT,
     BLOCK_SPLIT,
     BLOCK_TOKENS,
+    CONFIRMED_POSITIONS,
     EQUAL_PASSES,
     FAST_STEP_SECONDS,
     FEWER_PASSES,
@@ -52,6 +53,7 @@ from edgespec.loading.constants import (
     SURELY_TESTED_WIDTH,
     TRIAL_TOKENS,
     WIDE_PASSES,
+    WIDTHS_AGAIN,
 )
 from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import EarlyExit, LanguageModel, Progress
@@ -108,9 +110,9 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
 
     The trial processes a few hundred tokens and compares the logits and KV cells at dozens of positions in a
     short and a long context. It runs about 60 single-token passes and up to 90 wider ones. Where the model
-    supports it, these run only the first layers, whose hidden states are compared instead of the logits. Each
-    width that agrees is then confirmed by one pass over all layers. The result is valid only for this model
-    with these options, on this machine and build. The cache is empty afterwards.
+    supports it, these run only the first layers and the output layer. A narrow and the widest pass are then
+    confirmed over all layers. The result is valid only for this model with these options, on this machine and
+    build. The cache is empty afterwards.
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
@@ -196,7 +198,7 @@ class _Trial:
     tokens: list[int] = field(init=False)
     positions: int = POSITIONS
     is_short: bool = False
-    # Whether passes run only the first layers. See `LanguageModel.run_first_layers`.
+    # Whether passes run only a few layers. See `LanguageModel.run_first_layers`.
     is_partial: bool = False
     repeats: bool = False
     has_slow_passes: bool = False
@@ -233,11 +235,12 @@ class _Trial:
         # Digest of the prompt's KV cells when the prompt is processed in one large pass.
         whole = b"" if self.is_short or contexts[0] < SPLIT_TOKENS else self._cells(0, SPLIT_TOKENS)
         for length in contexts:
-            alone = self._agreeing(1, alone, length)
+            agreeing = self._agreeing if length == contexts[0] else self._still_agreeing
+            alone = agreeing(1, alone, length)
             if other in alone or limit < 2 or not able.partial_truncate:
                 wide = set()
             if wide:
-                wide = self._agreeing(other, wide, length)
+                wide = agreeing(other, wide, length)
         if not able.partial_truncate:
             # Replaying accepted tokens makes passes wider, so only a set of widths without gaps can be used.
             alone = {width for width in alone if alone >= set(range(1, width))}
@@ -253,25 +256,27 @@ class _Trial:
     def _confirmed(self, classes: Sequence[WidthClass]) -> list[WidthClass]:
         """Return the classes, excluding widths whose passes over all layers differ.
 
-        One pass of each width is enough, because only the kernels of the output layer have not been tested
-        yet, and no later rounding can hide differences in its logits. If passes over all layers are slow,
-        only a few widths of each class are compared.
+        Only a narrow and the widest pass of each class are compared, because the layers that have not been
+        tested yet run the same kernels. If one of them differs, all widths are compared.
         """
         self.is_partial = self.model.run_first_layers(False)
+        self.positions = CONFIRMED_POSITIONS
         confirmed = []
         for found in classes:
             self.references.clear()
-            self.positions = found.max_width
-            reference = self._reference(found.widths[0], 0)
-            tested = found.widths
-            if self.has_slow_passes:
-                tested = tuple(width for width in tested if width in (*SLOW_PASS_WIDTHS, found.max_width))
-            agreeing = tuple(width for width in tested if self._width_agrees(width, reference, 0, 1))
-            widths = found.widths if agreeing == tested else agreeing or found.widths[:1]
-            is_complete = found.is_complete and widths == found.widths
+            base, widths, is_complete = found.widths[0], found.widths, found.is_complete
+            if not all(self._all_layers_agree(base, width) for width in {*widths[1:2], widths[-1]}):
+                widths = (base, *(width for width in widths[1:] if self._all_layers_agree(base, width)))
+                is_complete = False
             trees = found.trees and widths[-1] >= 3
             confirmed.append(replace(found, widths=widths, trees=trees, is_complete=is_complete))
         return confirmed
+
+    def _all_layers_agree(self, base: int, width: int) -> bool:
+        """Return whether one pass over all layers agrees with passes of width `base`."""
+        reference = self._reference(base, 0)
+        self._restore_context(0)
+        return self._agrees(reference, 0, 0, self._pass(width, min(width, len(reference.logits))))
 
     def _report(self) -> None:
         self.done_passes += 1
@@ -402,6 +407,19 @@ class _Trial:
                 agreeing.discard(width)
                 self.disagreeing.add(width)
         return agreeing
+
+    def _still_agreeing(self, base: int, candidates: set[int], length: int) -> set[int]:
+        """Return the candidates, which agree after another context, that also agree after this one.
+
+        Only the attention kernels can differ. If passes run only a few layers, they are quick, but there are
+        many, so only some widths are compared unless one of them differs.
+        """
+        if self.is_partial:
+            reference = self._reference(base, length)
+            tested = sorted(candidates & {*WIDTHS_AGAIN, max(candidates)})
+            if all(self._width_agrees(width, reference, length) for width in tested):
+                return candidates
+        return self._agreeing(base, candidates, length)
 
     @property
     def is_reduced(self) -> bool:

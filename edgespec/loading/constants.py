@@ -54,6 +54,12 @@ POSITIONS, FEWER_POSITIONS, SLOW_STEP_SECONDS = 36, 24, 0.015
 # Maximum number of positions to compare after contexts other than the first, where only the attention kernels
 # can differ. The number was chosen to be half of `POSITIONS`.
 POSITIONS_AGAIN = 18
+# Number of positions to compare in passes over all layers, if all other passes ran only a few layers. The
+# number was chosen to keep the trial short, because a difference appears at nearly every position.
+CONFIRMED_POSITIONS = 4
+# Widths to compare, besides the largest, after contexts other than the first, if passes run only a few layers
+# of a model on the CPU. They were chosen to lie on both sides of powers of two, where kernels usually change.
+WIDTHS_AGAIN = (1, 2, 3, 4, 5, 8, 9, 16)
 # If a trial would take longer than both this time and this number of single-token passes, only passes up to
 # `SHORT_TRIAL_WIDTH` are tested, in the short context and, if it can be repeated, in the longest one. This
 # happens where each token in a pass takes almost as long as a pass of its own, as with MLX on a CPU, so that

@@ -342,15 +342,16 @@ class LanguageModel(Protocol):
         """
 
     def run_first_layers(self, enabled: bool) -> bool:
-        """Clear the cache and make later passes run only the model's first layers, or all layers again.
+        """Clear the cache and make later passes run only a few layers, or all layers again.
 
-        The first layers include one of each kind of layer. While they run alone, `verify` returns their
-        hidden states in place of logits. The bit-exactness trial uses this, because it is faster and reveals
-        differences that activation rounding in later layers would hide.
+        These are the first layers, which include one of each kind of layer, and the output layer. `verify`
+        then returns the hidden states after the first layers and the results of the output layer for them,
+        in place of logits. The bit-exactness trial uses this, because it is faster and reveals differences
+        that activation rounding in later layers would hide.
 
         Returns:
-            Whether passes now run only the first layers. They run all layers if the model does not support
-            this, or if the first layers make up more than half of the model.
+            Whether passes now run only these layers. They run all layers if the model does not support this,
+            or if the first layers make up more than half of the model.
 
         Raises:
             MemoryBudgetError: The context cannot be allocated again.

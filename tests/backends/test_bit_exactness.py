@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.backends.llamacpp.matrices import FileMatrix
 from edgespec.backends.llamacpp.model import LlamaCppModel, load
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -166,11 +167,11 @@ class _DeepModel(_RoundingModel):
         return super().verify(tree, first)
 
 
-def test_a_model_that_can_run_its_first_layers_alone_runs_all_of_them_only_once_per_width() -> None:
+def test_a_model_that_can_run_its_first_layers_alone_runs_all_of_them_for_two_widths() -> None:
     model = _DeepModel(lambda *_: 0, lambda *_: 0)
     (found,) = find_width_classes(model)
     assert found == WidthClass(_ALL, trees=True, block_tokens=1, is_complete=True)
-    assert [model.passes.count((False, width)) for width in _ALL[1:]] == [1] * len(_ALL[1:])
+    assert [width for partial, width in model.passes if not partial and width > 1] == [2, 17]
     assert not model._is_partial
     assert model.length == 0
 
@@ -196,7 +197,7 @@ def test_slow_models_that_can_run_their_first_layers_alone_have_all_widths(
     narrow, wide = find_width_classes(model)
     assert narrow.widths == (1, 2, 3, 4, 5, 6)
     assert wide.widths == (17,)
-    assert {width for partial, width in model.passes if not partial} == {1, 2, 3, 4, 6, 17}
+    assert {width for partial, width in model.passes if not partial} == {1, 2, 6, 17}
     # If a width does not agree over all layers, only the widths that do are kept.
     narrow, _ = find_width_classes(_DeepModel(lambda width, _row, _tree: width > 3, rounding))
     assert narrow.widths == (1, 2, 3)
@@ -240,7 +241,10 @@ def test_a_cancelled_trial_leaves_all_layers_running() -> None:
 
 
 def test_the_first_layers_of_a_real_model_run_alone(smollm2: Path) -> None:
-    """Their hidden states replace the logits, and the cells of the other layers stay empty."""
+    """Their hidden states and the output layer's results for them replace the logits.
+
+    The cells of the other layers stay empty.
+    """
     model = load(str(smollm2), "smollm2", LoadOptions(context_tokens=256, threads=1))
     tokens, everything = list(range(1000, 1012)), np.arange(model.facts.vocab_size)
 
@@ -257,7 +261,10 @@ def test_the_first_layers_of_a_real_model_run_alone(smollm2: Path) -> None:
         assert model.run_first_layers(True)
         assert model.length == 0
         states = rows()
-        assert {row.shape for row in states} == {(576,)}
+        assert {row.shape for row in states} == {(576 + len(everything),)}
+        weights = FileMatrix(smollm2, "output.weight", "token_embd.weight").rows(range(64))
+        for row in states:
+            np.testing.assert_allclose(row[576 : 576 + 64], weights @ row[:576], rtol=0.1, atol=0.5)
         cells = bytes(model.snapshot(0, 12).data)
         assert len(cells) == len(whole)
         assert cells.count(0) > len(cells) * 3 // 4 > whole.count(0)

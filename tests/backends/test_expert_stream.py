@@ -347,11 +347,11 @@ def test_passes_over_the_first_layers_use_only_their_experts(tmp_path: Path) -> 
     path = write_moe(tmp_path / "deep.gguf", layers=16, feed_forward=256)
     expected = _rows_of(path)
     model = load(str(path), "deep", _STREAMED)
-    before = _stream(model)._uses.copy()
     assert model.run_first_layers(True)
+    before = _stream(model)._uses.copy()
     model.verify(TokenTree.chain(5))
     model.commit(())
-    assert {*np.flatnonzero(_stream(model)._uses - before) // 4} == {0, 1, 2, 3, 4, 5}
+    assert {*np.flatnonzero(_stream(model)._uses - before) // 4} == {0, 1, 2, 3}
     model.run_first_layers(False)
     assert _same(_rows(model), expected)
     model.close()

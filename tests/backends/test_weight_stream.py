@@ -388,7 +388,7 @@ def test_a_pass_that_does_not_wait_for_a_layer_fails(
 
 
 def test_the_first_layers_do_not_run_alone_if_the_last_of_them_has_no_name(tmp_path: Path) -> None:
-    path = write_deci(tmp_path / "deci.gguf", layers=16, without_feed_forward=5)
+    path = write_deci(tmp_path / "deci.gguf", layers=16, without_feed_forward=3)
     expected = _rows_of(path)
     model = _load(path)
     assert not model.run_first_layers(True)
@@ -415,7 +415,7 @@ def test_passes_over_the_first_layers_read_only_these(
         for token in range(5, 8):
             model.verify(TokenTree.chain(token))
             model.commit(())
-    assert read == {1, 2, 3, 4, 5}
+    assert read == {1, 2, 3}
     model.run_first_layers(False)
     assert _same(_rows(model), expected)
     model.close()

@@ -18,6 +18,7 @@ import psutil
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
+from edgespec.backends.llamacpp.first_layers import FirstLayers
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
 from edgespec.backends.llamacpp.native import (
@@ -28,7 +29,7 @@ from edgespec.backends.llamacpp.native import (
     take_lost_interrupt,
     use_threads,
 )
-from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps, layer_output
+from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps
 from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.errors import (
     BackendError,
@@ -232,8 +233,7 @@ class LlamaContext(KvSequences):
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
         # Replaces `_hook` while passes stop after the first layers. See `run_first_layers`.
-        self._first_layers: HiddenStateHook | None = None
-        self._first_layer_count = 0
+        self._first_layers: FirstLayers | None = None
         self.kv_readers: list[LlamaContext] = []
         # Whether llama.cpp rolls back the recurrent state at the start of the next forward pass.
         self.is_rolling_back = False
@@ -341,16 +341,26 @@ class LlamaContext(KvSequences):
     def run_first_layers(self, count: int) -> None:
         """Reallocate the context so that passes run only the first `count` layers, or all if `count` is 0.
 
-        `run` then returns the hidden states after these layers instead of logits. The KV cells of the other
-        layers stay zero, so exported cells can still be compared.
+        `run` then returns the hidden states after these layers and their products with the output weights,
+        instead of logits. The KV cells of the other layers stay zero, so exported cells can still be
+        compared. If this method fails, all layers must be made to run again.
 
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
+            BackendError: The first layers of this model cannot run alone.
         """
-        size = self._lib.llama_model_n_embd(self._model)
-        self._first_layers = HiddenStateHook([layer_output(count - 1)], size) if count else None
-        self._first_layer_count = count
+        self._first_layers = None
+        if count:
+            size = self._lib.llama_model_n_embd(self._model)
+            self._first_layers = FirstLayers(count, size, self._vocab_size, lambda: self.threads)
         self.allocate(self.plan)
+        if self._first_layers:
+            self._batch.put([0], [0], [(0,)], logits=True)
+            self._decode(self._batch)
+            self._first_layers.check()
+            self._first_layers.stop_after = True
+            # Clear the cells of the other layers.
+            self.allocate(self.plan)
 
     @property
     def _needed_outputs(self) -> int:
@@ -431,26 +441,10 @@ class LlamaContext(KvSequences):
             self.run_to_hook(inputs, positions, sequences)
             return
         if self._first_layers:
-            self._stop_after_first_layers(self._first_layers, inputs, positions, sequences)
-            return
+            self._first_layers.clear()
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=False)
         self._decode(batch)
-
-    def _stop_after_first_layers(
-        self,
-        hook: HiddenStateHook,
-        inputs: Inputs,
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-    ) -> NDArray[np.float32]:
-        batch = self._batch_for(inputs)
-        batch.put(inputs, positions, sequences, logits=False)
-        hook.clear()
-        hook.stop_after = True
-        self._decode(batch)
-        (name,) = hook.names
-        return hook.take(name, len(inputs))
 
     def append_image(
         self,
@@ -506,7 +500,10 @@ class LlamaContext(KvSequences):
         if self.has_wide_images:
             positions = [self.position(index) for index in positions]
         if self._first_layers:
-            rows = self._stop_after_first_layers(self._first_layers, inputs, positions, sequences)
+            self._first_layers.clear()
+            batch.put(inputs, positions, sequences, logits=False)
+            self._decode(batch)
+            rows = self._first_layers.rows(len(inputs))
             return rows if needs_logits is None else rows[np.asarray(needs_logits)]
         batch.put(inputs, positions, sequences, logits=True if needs_logits is None else needs_logits)
         self._decode(batch)
@@ -578,7 +575,8 @@ class LlamaContext(KvSequences):
         recent_errors(clear=True)
         run = self._lib.llama_encode if encode else self._lib.llama_decode
         if self._stream:
-            self._stream.begin_pass(lambda: self.interrupt.requested, self._first_layer_count or None)
+            first = self._first_layers.count if self._first_layers and self._first_layers.stop_after else None
+            self._stream.begin_pass(lambda: self.interrupt.requested, first)
         take_lost_interrupt()
         status = run(self._context, batch.native)
         if take_lost_interrupt():

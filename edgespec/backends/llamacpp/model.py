@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.backends.llamacpp.context import LlamaContext, LoraAdapters
 from edgespec.backends.llamacpp.context_planning import initial_plan, plan_context, rebuild_context
 from edgespec.backends.llamacpp.devices import on_cpu
+from edgespec.backends.llamacpp.first_layers import first_layers_of_each_kind
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads, describe_target
 from edgespec.backends.llamacpp.image_encoder import ImageEncoder, open_encoder
 from edgespec.backends.llamacpp.kv_cells import Checkpoint, Checkpoints, KvCells
@@ -27,7 +28,6 @@ from edgespec.backends.llamacpp.shared_context import (
     max_pass_tokens,
     why_not_shared,
 )
-from edgespec.backends.llamacpp.state_taps import first_layers_of_each_kind
 from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
@@ -195,18 +195,15 @@ class LlamaCppModel(HeadTarget):
         count = first_layers_of_each_kind(self._path) if can_run else 0
         if not count and not self._context.runs_first_layers:
             return False
-        self._context.run_first_layers(count)
-        if not count:
-            return False
         try:
-            # Run a token to check that llama.cpp names its layer outputs, which is not the case for all
-            # architectures.
-            self._context.append([0], 0)
+            self._context.run_first_layers(count)
+        except MemoryBudgetError:
+            raise
         except BackendError:
+            # llama.cpp does not name the layer outputs of all architectures.
             self._context.run_first_layers(0)
             return False
-        self._cut(0)
-        return True
+        return count > 0
 
     def _allocate_for_states(self) -> None:
         if self._context.is_stale:

@@ -240,6 +240,7 @@ def ggml() -> Any:
         ("ggml_new_graph_custom", pointer, [pointer, size, ctypes.c_bool]),
         ("ggml_build_forward_expand", None, [pointer, pointer]),
         ("ggml_get_name", ctypes.c_char_p, [pointer]),
+        ("ggml_tensor_overhead", size, []),
         ("ggml_nbytes", size, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_nrows", number, [pointer]),

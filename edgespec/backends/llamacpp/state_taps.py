@@ -8,11 +8,9 @@ that need it are unavailable.
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +20,12 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import ASSISTANT_TARGET, MTP_GRAPHS
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.model.formats.gguf_files import gguf_files
-from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.hidden_states import POST_NORM
 
 __all__ = [
     "HiddenStateHook",
     "StateTaps",
     "copied_rows",
-    "first_layers_of_each_kind",
     "layer_output",
     "lists_target_layers",
     "nextn",
@@ -46,11 +41,6 @@ _TAPPED_ARCHITECTURES = frozenset(
         "qwen3next",
     }
 )  # fmt: skip
-
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
-# Minimum number of layers in `first_layers_of_each_kind`. The value was chosen to include a full-attention
-# layer even if five of six layers use a sliding window, as in Gemma 3.
-_MIN_FIRST_LAYERS = 6
 
 
 class HiddenStateHook:
@@ -108,30 +98,6 @@ class HiddenStateHook:
                 "choose another model, because edgespec cannot read the hidden states of this one",
             )
         return rows.reshape(count, self._row_size)
-
-
-def first_layers_of_each_kind(path: Path) -> int:
-    """Return how many leading layers cover every type and shape of weight in a model's layers.
-
-    Returns:
-        The number of layers, or 0 if it would exceed half of the model's layers.
-
-    Raises:
-        ModelFileError: A file cannot be read.
-    """
-    headers = [read_header(file) for file in gguf_files(path)]
-    # Only the first file of a multi-part model contains the metadata.
-    block_count, predicting = map(headers[0].architecture_number, ("block_count", "nextn_predict_layers"))
-    layers = block_count - predicting
-    first: dict[tuple[str, int, tuple[int, ...]], int] = {}
-    for header in headers:
-        for tensor in header.tensors:
-            match = _LAYER_TENSOR.fullmatch(tensor.name)
-            if match and (layer := int(match[1])) < layers:
-                kind = (match[2], tensor.kind, tensor.shape)
-                first[kind] = min(first.get(kind, layer), layer)
-    count = max(_MIN_FIRST_LAYERS, max(first.values(), default=0) + 1)
-    return count if 2 * count <= layers else 0
 
 
 def layer_output(layer: int) -> str:
