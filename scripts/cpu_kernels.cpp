@@ -492,17 +492,17 @@ void multiply_rows(const Product<Block, Input> & p, int64_t row, int64_t end, in
 }
 
 // Multiply all rows by all tokens. Each thread takes the next chunk of rows when it has finished one, because cores differ
-// in speed. A chunk has at most 256 KiB of weights, so that they stay in the cache.
+// in speed. If the tokens take several turns, a chunk has at most 256 KiB of weights, so that they stay in the cache.
 template <typename Block, typename Input>
 void multiply(const Params & params, const Product<Block, Input> & p, int64_t rows, int64_t tokens) {
     using Rows = void (*)(const Product<Block, Input> &, int64_t, int64_t, int64_t, bool);
     constexpr Rows for_width[TOKENS] = {multiply_rows<1, Block, Input>, multiply_rows<2, Block, Input>,
                                         multiply_rows<3, Block, Input>, multiply_rows<4, Block, Input>,
                                         multiply_rows<5, Block, Input>, multiply_rows<6, Block, Input>};
-    const int64_t groups = (rows + ROWS - 1) / ROWS;
-    const int64_t in_cache = std::max<int64_t>(1, (256 << 10) / (ROWS * p.n * sizeof(Block)));
-    const int64_t size = ROWS * std::min(in_cache, std::max<int64_t>(1, groups / (4 * params.threads)));
-    const int64_t chunks = (rows + size - 1) / size, parts = (tokens + TOKENS - 1) / TOKENS;
+    const int64_t groups = (rows + ROWS - 1) / ROWS, parts = (tokens + TOKENS - 1) / TOKENS;
+    const int64_t most = parts > 1 ? (256 << 10) / (ROWS * p.n * sizeof(Block)) : groups;
+    const int64_t size = ROWS * std::max<int64_t>(1, std::min(most, groups / (4 * params.threads)));
+    const int64_t chunks = (rows + size - 1) / size;
     const bool is_shared = params.threads > 1;
     if (is_shared) {
         if (params.thread == 0) {
