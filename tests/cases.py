@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "first"]
+from edgespec.options.methods import method_names
+
+__all__ = ["covering", "first", "needs_methods"]
 
 
 def covering(*axes: Sequence[Any], count: int | None = None) -> list[Any]:
@@ -34,3 +36,9 @@ def first(values: Iterable[Any], count: int = 1) -> list[Any]:
         value if place < count else pytest.param(value, marks=pytest.mark.long)
         for place, value in enumerate(values)
     ]
+
+
+def needs_methods(*names: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test unless edgespec has these methods, whose folders can be removed."""
+    missing = ", ".join(sorted({*names} - {*method_names()}))
+    return pytest.mark.skipif(bool(missing), reason=f"edgespec has no method named {missing}")

@@ -31,12 +31,10 @@ def rows(folder: Path, indent: str = "    ") -> Iterator[str]:
         yield from rows(package, indent + "    ")
 
 
-@pytest.mark.long
 def test_the_map_lists_every_module() -> None:
     check_block("architecture.md", "map", "\n".join(["", "    edgespec/", *rows(PACKAGE, " " * 8), "", ""]))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "page", [DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
 )

@@ -68,14 +68,12 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     """Where a method is known to be impossible."""
     if column.memory == "chunked":
         return row.method != "none"
-    if {"medusa", "hydra"} & {*row.drafters}:
+    if row.network in ("residual", "dflash"):
         return column.memory == "recurrent" and bool(row.branches)
-    if "mtp" in row.drafters:
+    if row.network == "mtp":
         if column.memory == "recurrent":
             return bool(row.branches)
         return column.backend == "MLX"
-    if "dflash" in row.drafters:
-        return column.memory == "recurrent" and bool(row.branches)
     if row.head and column.backend == "MLX":
         return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory == "recurrent":

@@ -68,7 +68,6 @@ def test_every_error_is_one_line_with_a_next_step() -> None:
         assert str(kind("it failed")) == "it failed"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "code",
     [
@@ -86,7 +85,6 @@ def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.long
 def test_the_first_screen_of_the_chat_needs_neither_numpy_nor_a_backend() -> None:
     unwanted = ("numpy", "llama_cpp", "mlx", "mcp", "edgespec.backends", "edgespec.api.runtime")
     code = "import edgespec.cli.chat, edgespec.tui.app, edgespec.tui.plain_run"

@@ -14,6 +14,7 @@ from rich.cells import cell_len, get_character_cell_size
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import OptionError
 from edgespec.system.files import error_reason, format_rate
+from edgespec.system.spelling import REMOVED_NAMES
 
 __all__ = ["Picture", "RaceEvent", "check_picture_path", "save_picture"]
 
@@ -168,7 +169,14 @@ def styled(event: RaceEvent) -> str:
 
 def check_picture_path(path: Path) -> None:
     """Raise OptionError if a picture of a race cannot be saved to this path."""
-    if path.suffix.lower() != ".svg":
+    suffix = path.suffix.lower()
+    if suffix in REMOVED_NAMES:
+        raise OptionError(
+            f"cannot save {str(path)!r}: recordings of races were removed",
+            REMOVED_NAMES[suffix],
+            code="option_removed",
+        )
+    if suffix != ".svg":
         raise OptionError(
             f"{str(path)!r} is not a valid file name for a picture of a race", "use a name that ends in .svg"
         )

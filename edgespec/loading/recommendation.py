@@ -177,7 +177,7 @@ def why_no_speedup(target: Resolved, draft: Resolved | None) -> str:
     """
     speed = predict_pair(ModelPair(target, draft, ""))
     if speed is None:
-        is_measurable = target.format == "gguf" and not draft
+        is_measurable = target.file_format.benchmark_models is not None and not draft
         return "not measured yet; `edgespec recommend` measures this machine" if is_measurable else ""
     if speed.speedup >= MIN_DRAFT_SPEEDUP:
         return ""

@@ -46,10 +46,11 @@ FOREIGN_NAMES = {
 """Option names of other programs and APIs, mapped to edgespec's names."""
 
 REMOVED_NAMES = {
+    ".cast": "use a name that ends in .svg for a picture of the race, or record the terminal while it runs",
     "/vi": "Press Ctrl+G in the full-screen chat to write your message in a text editor",
     "swift": "use `layerskip` with a model that was prepared for it, or `suffix` or `ngram`",
 }
-"""Methods and slash commands of earlier versions, mapped to advice on what to use instead."""
+"""Methods, slash commands and file types of earlier versions, mapped to advice on what to use instead."""
 
 _MAX_NAMES = 4
 # Penalties, counted as typing errors, for omitting the end or the start of a name, as in `--temp`.

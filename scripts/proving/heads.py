@@ -2,9 +2,9 @@
 
     .venv/bin/python -m scripts.proving.heads --folder build/heads
 
-The demo models answer the evaluation prompts with their EAGLE head and with random DFlash, Medusa and Hydra
-heads. Random heads are almost always wrong, so nearly every draft is rejected. The demo models have no layers
-for multi-token prediction, so `mtp` drafts for tiny random models that do. Each head drafts chains and trees.
+The demo models answer the evaluation prompts with their EAGLE head and with random heads for other methods.
+Random heads are almost always wrong, so nearly every draft is rejected. The demo models have no layers for
+multi-token prediction, so `mtp` drafts for tiny random models that do. Each head drafts chains and trees.
 The exit status is 1 if there are faults, or if a head drafted nothing.
 """
 
@@ -21,6 +21,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.losslessness.cases import read_prompts
 from edgespec.losslessness.verify import verify
+from edgespec.options.methods import head_names
 
 _TEMPERATURES = (0.0, 0.8, 1.2)
 _BRANCHES: dict[str, tuple[int, ...]] = {"chains": (), "trees": (3, 2)}
@@ -55,8 +56,9 @@ def main() -> int:
     is_proved = True
     _print_row(*_HEADER)
     _print_row(*["---"] * len(_HEADER))
+    chosen = args.methods.split(",") if args.methods else head_names()
     for case in _cases(folder):
-        if args.methods and case.method not in args.methods.split(","):
+        if case.method not in chosen:
             continue
         for drafts, branches in _BRANCHES.items():
             if branches and not case.has_trees:
@@ -72,15 +74,16 @@ def _cases(folder: Path) -> Iterator[Case]:
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint
     from tests.backends.tiny_mtp_models import write_mtp_model
     from tests.model.heads.published_dflash import write_dflash_head
-    from tests.model.heads.residual_files import Layout, random_arrays, write_heads
+    from tests.model.heads.residual_files import RESIDUAL_METHODS, Layout, random_arrays, write_heads
 
     size, vocab = 256, 8192  # Of both demo models.
     write_dflash_head(folder / "dflash", size=size, vocab=vocab, states=(1, 6, 10))
-    for layout in (Layout("medusa"), Layout("hydra", grounded=True)):
-        write_heads(folder / layout.method, layout, random_arrays(layout, size, vocab))
+    for method in RESIDUAL_METHODS:
+        layout = Layout(method, grounded=method == "hydra")
+        write_heads(folder / method, layout, random_arrays(layout, size, vocab))
     for backend, target, eagle in (("llama.cpp", "demo", "demo-head"), ("MLX", "demo-mlx", "demo-mlx-head")):
         yield Case(backend, "eagle", target, eagle)
-        for method in ("dflash", "medusa", "hydra"):
+        for method in ("dflash", *RESIDUAL_METHODS):
             yield Case(backend, method, target, str(folder / method))
     dense = write_mtp_model(folder / "glm4moe.gguf", "glm4moe")
     yield Case("llama.cpp", "mtp", str(dense), "auto")

@@ -48,7 +48,6 @@ def _compared_formats(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.long
 def test_no_format_is_compared_outside_the_backends() -> None:
     files = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "backends" not in path.parents]
     assert len(files) > 100

@@ -386,4 +386,4 @@ def test_auto_drafts_with_the_head(target: Target) -> None:
 
 def test_a_head_for_another_method_is_refused(target: Target) -> None:
     with raises(EdgespecError, "method medusa", code="method_unavailable"):
-        edgespec.load(str(target.path), "none", method="hydra", head=str(target.head(MEDUSA)), context=256)
+        edgespec.load(str(target.path), "none", method="eagle", head=str(target.head(MEDUSA)), context=256)

@@ -39,7 +39,7 @@ def test_in_a_pipe_it_prints_the_result(run: Run, tmp_path: Path) -> None:
     ("args", "quoted", "code"),
     [
         (["--to", "race.gif"], "'race.gif'", "option_invalid"),
-        (["--to", "race.cast"], "'race.cast'", "option_invalid"),
+        (["--to", "race.cast"], ".svg", "option_removed"),
         (["--remember"], "--remember", "option_conflict"),
         (["--method", "none"], "none", "option_invalid"),
         (["--acceptance", "rejection"], "`rejection`", "option_conflict"),

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from edgespec.cli.train import print_result
+from edgespec.options.methods import methods
 from edgespec.train.evaluation import DrafterFigures
 from edgespec.train.run import TrainingResult
 from edgespec.train.state import CurvePoint
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.tiny_models import write_llama
+from tests.cases import needs_methods
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 
+TRAINED = [each.head.training.command for each in methods() if each.head and each.head.training]
 PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) + "\n" for n in range(64))
 STOPPING = "stopping after this step; press Ctrl-C again to stop now"
 # Reports when the training has started, and waits, so that an interrupt arrives before the last step.
@@ -113,7 +116,7 @@ def test_a_second_interrupt_ends_the_first_step(start: Start, arguments: list[st
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra", "draft"])
+@pytest.mark.parametrize("kind", [*TRAINED, "draft"])
 def test_the_help_is_about_one_kind(run: Run, kind: str) -> None:
     shown = " ".join(run("train", kind, "--help").stdout.split())
     is_eagle = kind == "eagle3"
@@ -121,6 +124,7 @@ def test_the_help_is_about_one_kind(run: Run, kind: str) -> None:
 
 
 @pytest.mark.long
+@needs_methods("medusa")
 def test_medusa_heads_are_trained_and_used(
     run: Run, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:
@@ -198,7 +202,7 @@ def test_wrong_usage(
     one_line_error(result, 2, quoted, code=code)
 
 
-@pytest.mark.parametrize(("kind", "example"), [("medusa", "my-head"), ("draft", "my-draft")])
+@pytest.mark.parametrize(("kind", "example"), [(TRAINED[-1], "my-head"), ("draft", "my-draft")])
 def test_a_missing_folder_is_explained(run: Run, kind: str, example: str) -> None:
     error = run("train", kind, "demo-mlx").stderr
     assert error.startswith(f"error: missing option '--to'. Add a new folder, such as `--to {example}`\n")

@@ -142,7 +142,7 @@ class TestFinding:
     def test_a_method_that_lacks_its_head_suggests_one_of_the_catalogue(self, target: Path) -> None:
         for name, method, quoted in (
             ("demo", "eagle", "--head demo-head"),
-            ("demo", "medusa", "edgespec models show demo"),
+            ("demo", "dflash", "edgespec models show demo"),
             (str(target), "eagle", "--head HEAD"),
         ):
             with raises(OptionError, quoted, code="method_unavailable"):
@@ -280,7 +280,7 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
     assert (pair.draft, pair.heads) == (None, ())
     named = pair_of(Path("qwen3-8b"), method="eagle")
     assert named.head_advice == "use --head qwen3-8b-eagle3 (a download of 763 MiB)"
-    assert pair_of(Path("qwen3-8b"), method="medusa").head_advice == ""
+    assert pair_of(Path("qwen3-8b"), method="mtp").head_advice == ""
     for expected in (
         "to download it, use --draft qwen3-0.6b (381 MiB, expected speed-up",
         "estimated from its size)",

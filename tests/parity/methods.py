@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from edgespec.model.base import LanguageModel
-from edgespec.options.methods import head_names, method, parse_method
+from edgespec.options.methods import head_names, method, method_names, parse_method
 from tests.backends.tiny_heads import write_dflash, write_eagle
 from tests.model.heads.published import write_head
 from tests.model.heads.published_dflash import write_dflash_head
@@ -77,6 +78,12 @@ class Row(NamedTuple):
         return parse_method(self.method)
 
     @property
+    def network(self) -> str:
+        """Which code of the backends runs the head, or an empty string without a head."""
+        kinds = ((name, method(name).head) for name in self.drafters)
+        return next((kind.network or name for name, kind in kinds if kind), "")
+
+    @property
     def itself(self) -> tuple[str, ...]:
         """In which ways the target is its own draft."""
         return tuple(name for name in (*self.drafters, *self.beside) if method(name).uses_target_cache)
@@ -96,7 +103,7 @@ class Row(NamedTuple):
         return self._replace(title="", method=loaded, every=False, seldom=False)
 
 
-ROWS = (
+_TARGET_ROWS = (
     Row("`none`", "none", every=True),
     Row("`model`, chains", "model", every=True),
     Row("`model`, trees (`--draft-branches 2,2`)", "model", branches=(2, 2)),
@@ -108,21 +115,8 @@ ROWS = (
     Row("`layerskip`", "layerskip", every=True),
     Row("`lowbit`", "lowbit", every=True),
     Row("`lowbit`, loaded with `layerskip`", "lowbit", beside=("layerskip",), every=True),
-    Row("`mtp`, chains", "mtp", head=True, every=True),
-    Row("`mtp`, trees (`--draft-branches 2,2`)", "mtp", branches=(2, 2), head=True),
-    Row("`mtp+suffix`", "mtp+suffix", head=True),
-    Row("`eagle`, chains", "eagle", head=True, every=True),
-    Row("`eagle`, trees (`--draft-branches 2,2`)", "eagle", branches=(2, 2), head=True),
-    Row("`eagle+suffix`", "eagle+suffix", head=True),
-    Row("`dflash`, chains", "dflash", head=True, every=True),
-    Row("`dflash`, trees (`--draft-branches 2,2`)", "dflash", branches=(2, 2), head=True),
-    Row("`dflash+suffix`", "dflash+suffix", head=True, seldom=True),
-    Row("`medusa`, chains", "medusa", head=True, every=True),
-    Row("`medusa`, trees (`--draft-branches 2,2`)", "medusa", branches=(2, 2), head=True),
-    Row("`medusa+suffix`", "medusa+suffix", head=True, seldom=True),
-    Row("`hydra`, chains", "hydra", head=True, every=True),
-    Row("`hydra`, trees (`--draft-branches 2,2`)", "hydra", branches=(2, 2), head=True),
-    Row("`hydra+suffix`", "hydra+suffix", head=True, seldom=True),
+)
+_TEXT_ROWS = (
     Row("`lookahead`", "lookahead"),
     Row("`grammar`", "grammar", every=True),
     Row("`model+grammar`", "model+grammar"),
@@ -133,6 +127,24 @@ ROWS = (
     Row("`layerskip+suffix`", "layerskip+suffix", every=True),
     Row("`lowbit+suffix`", "lowbit+suffix", seldom=True),
 )
+
+
+def _head_rows(name: str) -> Iterator[Row]:
+    """Yield the rows of a method that drafts with a head."""
+    yield Row(f"`{name}`, chains", name, head=True, every=True)
+    yield Row(f"`{name}`, trees (`--draft-branches 2,2`)", name, branches=(2, 2), head=True)
+    # The same code merges the drafts of all heads with repeated text.
+    yield Row(f"`{name}+suffix`", f"{name}+suffix", head=True, seldom=name not in ("mtp", "eagle"))
+
+
+def _rows() -> Iterator[Row]:
+    """Yield the rows whose methods edgespec has."""
+    rows = (*_TARGET_ROWS, *chain.from_iterable(map(_head_rows, head_names())), *_TEXT_ROWS)
+    known = {"none", *method_names()}
+    return (row for row in rows if known.issuperset((*row.method.split("+"), *row.beside)))
+
+
+ROWS = tuple(_rows())
 
 _RESIDUAL_LAYOUTS = {"medusa": Layout("medusa"), "hydra": Layout("hydra", grounded=True)}
 # The size of a hidden state of the tiny models of a backend.

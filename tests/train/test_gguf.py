@@ -27,6 +27,7 @@ from edgespec.store.heads import needs_conversion, prepare_head
 from edgespec.system.files import file_state
 from edgespec.train import TrainingSettings, TrainingTarget, load_target, train_drafter
 from tests.backends.tiny_models import write_llama
+from tests.cases import needs_methods
 from tests.raising import raises
 from tests.train.conftest import LAYERS, PROMPTS, Stops, Train, no_progress
 
@@ -142,7 +143,11 @@ def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train
 
 # The initial weights of Hydra heads already differ from head to head.
 @pytest.mark.parametrize(
-    ("method", "steps"), [pytest.param("medusa", 3, marks=pytest.mark.long), ("hydra", 0)]
+    ("method", "steps"),
+    [
+        pytest.param("medusa", 3, marks=[needs_methods("medusa"), pytest.mark.long]),
+        pytest.param("hydra", 0, marks=needs_methods("hydra")),
+    ],
 )
 def test_heads_without_a_cache_are_used_unchanged(tmp_path: Path, method: str, steps: int) -> None:
     teacher, trainer, batch = publish_head(method, steps, 0, tmp_path)

@@ -19,6 +19,7 @@ from edgespec.system.files import file_state
 from edgespec.train import TrainingResult
 from tests.backends.mlx.tiny_checkpoints import ROWS
 from tests.cases import first
+from tests.model.heads.residual_files import RESIDUAL_METHODS
 from tests.raising import raises
 from tests.train.conftest import LAYERS, Stops, Train, arrays_of, same_head
 
@@ -140,7 +141,7 @@ def test_the_costs_are_measured_once(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", RESIDUAL_METHODS)
 def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     train: Train, tmp_path: Path, method: str
 ) -> None:

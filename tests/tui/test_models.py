@@ -275,17 +275,13 @@ async def test_running_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
         await d.sees("cannot be measured during a reply")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)], ids=lambda s: f"{s[0]}x{s[1]}")
-async def test_the_list_on_the_screen(
-    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_list_on_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The plan depends on this process's memory, so the picture shows the estimate.
     monkeypatch.setattr("edgespec.tui.screens.models._PLAN_DELAY_SECONDS", 3600)
     # Which models fit must not depend on the machine's memory.
     list_models = edgespec.list_models
     monkeypatch.setattr(edgespec, "list_models", lambda memory, also: list_models("256GiB", also))
-    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await open_list(d)
         await check_screen(d, "models")
 

@@ -1,4 +1,4 @@
-"""Snapshots of the whole screen, from 40 to 200 columns, in dark and light colours.
+"""Snapshots of the whole screen in dark and light colours, some of them from 40 to 200 columns.
 
 To accept a change: EDGESPEC_UPDATE_SNAPSHOTS=1 scripts/test tests/tui/test_snapshots.py, and read the diff.
 With EDGESPEC_PICTURES=FOLDER, the tests also save pictures.
@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,6 @@ from edgespec.tools.tool import Tool
 from edgespec.tui.commands.results import RaceProgress, RunningRace
 from edgespec.tui.screens.race import RaceScreen
 from edgespec.tui.tool_use import ApprovalScreen
-from tests.cases import covering
 from tests.tui.driving import Driver, check_screen, driving
 from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, facts, loading, made_up_stats
 
@@ -166,9 +166,16 @@ SCENES_WITH_CHATS: dict[str, Callable[[Driver], Awaitable[None]]] = {
 }
 
 
+# Scenes whose layout depends most on the width: Markdown, a side panel, a table and two columns.
+SCALED_SCENES = ("reply", "details", "chat-list", "race")
+
+
 @pytest.mark.parametrize(
     ("scene", "size"),
-    covering([*SCENES, *SCENES_WITH_CHATS], [(80, 24), (40, 20), (200, 60)]),
+    [
+        *((scene, (80, 24)) for scene in (*SCENES, *SCENES_WITH_CHATS)),
+        *product(SCALED_SCENES, [(40, 20), (200, 60)]),
+    ],
     ids=lambda value: value if isinstance(value, str) else f"{value[0]}x{value[1]}",
 )
 async def test_the_screen(tmp_path: Path, scene: str, size: tuple[int, int]) -> None:

@@ -23,10 +23,9 @@ from edgespec.model.heads.residual_layout import read_residual_heads
 from edgespec.model.hidden_states import HeadModel
 from tests.backends.mlx.test_eagle_trainer import batch_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
-from tests.cases import covering, first
+from tests.cases import covering, first, needs_methods
+from tests.model.heads.residual_files import RESIDUAL_METHODS
 from tests.raising import raises
-
-KINDS = ("medusa", "hydra")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def published(trainer: MlxHeadTrainer, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", first(KINDS))
+@pytest.mark.parametrize("method", first(RESIDUAL_METHODS))
 def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Path) -> None:
     trainer, batch = trainer_of(teacher, method), batch_of(2)
     before, _ = trainer.ranks(batch, 4)
@@ -68,6 +67,7 @@ def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Pat
     assert np.mean((again.ranks(batch, 4)[0] == 0) == (after == 0)) > 0.95
 
 
+@needs_methods("medusa")
 def test_new_medusa_heads_are_the_lm_head(teacher: MlxTeacher) -> None:
     head, batch = trainer_of(teacher, "medusa").head, batch_of()
     states = teacher.states(batch.tokens, head.states)
@@ -77,7 +77,7 @@ def test_new_medusa_heads_are_the_lm_head(teacher: MlxTeacher) -> None:
         assert mx.allclose(logits, states.logits.reshape(logits.shape), atol=1e-4)
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("method", RESIDUAL_METHODS)
 def test_published_heads_draft_what_the_trainer_computes(
     teacher: MlxTeacher, model: Path, method: str, tmp_path: Path
 ) -> None:
@@ -110,7 +110,7 @@ def test_published_heads_draft_what_the_trainer_computes(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("method", "temperature"), covering(KINDS, [0.8, 0.0]))
+@pytest.mark.parametrize(("method", "temperature"), covering(RESIDUAL_METHODS, [0.8, 0.0]))
 def test_replies_are_those_of_plain_decoding(
     teacher: MlxTeacher, model: Path, tmp_path: Path, method: str, temperature: float
 ) -> None:
@@ -128,6 +128,7 @@ def test_replies_are_those_of_plain_decoding(
         assert reply.stats.drafted_tokens
 
 
+@needs_methods("medusa", "hydra")
 def test_other_heads_are_not_overwritten(teacher: MlxTeacher, tmp_path: Path) -> None:
     assert teacher.head("medusa").published(tmp_path) is None
     folder = published(trainer_of(teacher, "hydra"), tmp_path / "head")

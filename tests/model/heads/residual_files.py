@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from edgespec.options.methods import method_names, methods
 from tests.model.heads.torch_files import write_torch_file
 
 Arrays = dict[str, NDArray[Any]]
@@ -78,6 +80,7 @@ class Layout:
         return settings
 
 
+RESIDUAL_METHODS = [each.name for each in methods() if each.head and each.head.network == "residual"]
 LAYOUTS = (
     Layout("medusa"),
     Layout("medusa", ".pt", dtype="float16"),
@@ -203,7 +206,9 @@ def write_heads(
     arrays: Mapping[str, NDArray[Any]],
     **settings: Any,
 ) -> Path:
-    """Write heads as they are published."""
+    """Write heads as they are published. Skip the test if edgespec does not have their method."""
+    if layout.method not in method_names():
+        pytest.skip(f"edgespec has no method named {layout.method}")
     folder.mkdir(parents=True, exist_ok=True)
     if layout.config:
         (folder / "config.json").write_text(json.dumps(layout.settings | settings))
