@@ -62,6 +62,7 @@ _SAME_SPEED = 0.95
 _CODE = re.compile(r"`([^`\n]+)`")
 # Separates the notices in `ModelFacts.notice`.
 _NOTICE_SEPARATOR = " · "
+_NO_ADVICE = "none were found from the model's makers, so edgespec's own defaults apply"
 _LOAD_NAMES = "|".join(name.replace("_", "-") for name in ALL_LOAD_SETTINGS)
 # Matches what only a command line can do: commands, which texts put in backticks, and options.
 _COMMAND_LINE = re.compile(
@@ -463,6 +464,8 @@ def show_rows(
         share, why = worst
         rows.append(("at worst", f"the speed-up made the last reply up to {share} slower (allowed: {why})"))
     rows.append(("system prompt", chat.system or "none"))
+    if not runtime.recommended_sampling:
+        rows.append(("advised settings", _NO_ADVICE))
     rows += [
         (name, f"{default_text(name, runtime, chat.settings)} ({default_source(name, runtime)})")
         for name in SETTINGS
