@@ -159,6 +159,8 @@ def _head_differences(entry: HeadEntry, models: dict[str, ModelInfo], folder: Pa
         yield Difference(
             entry.name, "size", format_bytes(entry.approximate_file_bytes), format_bytes(info.size_bytes)
         )
+    if info.licence and not _words(info.licence) <= _words(entry.licence):
+        yield Difference(entry.name, "licence", entry.licence or "none", info.licence)
     for name in entry.targets:
         if (target := models.get(name)) and (why := why_not_made_for(info, target)):
             yield Difference(entry.name, "target", name, why)

@@ -233,8 +233,8 @@ def _unused_notice(target: Resolved) -> str:
     if not names:
         return ""
     return (
-        f"edgespec ignores these Ollama settings of {target.name}: {', '.join(names)}; to use them, pass them"
-        " as options, such as --system"
+        f"edgespec ignores these Ollama settings of {target.name}: {', '.join(names)}; to use them, set"
+        " options such as --system"
     )
 
 

@@ -133,7 +133,7 @@ class MessagePrompts:
 
     def no_template(self) -> TemplateError:
         """Return the error for using messages with a model that has no chat template."""
-        hint = "continue plain text with `edgespec generate --raw` or /v1/completions"
+        hint = "continue plain text with `edgespec generate --raw`, or with /v1/completions of a server"
         if self._other_template:
             return TemplateError(
                 f"{self._model_name} has no chat template: its GGUF file has none, and edgespec does not"

@@ -140,7 +140,7 @@ class ChatTemplate:
             if None in forms:
                 error = error or TemplateError(
                     f"the model's chat template omits the text of {kinds[forms.index(None)]} messages",
-                    "use `edgespec generate --raw` or another model",
+                    "use another model, or `edgespec generate --raw`",
                 )
                 continue
             reply = self._try(variant, [form for form in forms if form], progress, settings)
@@ -170,7 +170,7 @@ class ChatTemplate:
         if all("error" in self._try(each, [form] * len(each), progress, DEFAULT_SETTINGS) for each in probes):
             return TemplateError(
                 f"the model's chat template rejects every message: {reason}",
-                "use `edgespec generate --raw` or another model",
+                "use another model, or `edgespec generate --raw`",
                 reason=reason,
             )
         return TemplateError(
@@ -233,7 +233,7 @@ class ChatTemplate:
                 process.close()
                 raise TemplateError(
                     f"the model's chat template is broken: {reply['message']}",
-                    "use `edgespec generate --raw` or another model",
+                    "use another model, or `edgespec generate --raw`",
                 )
         return process
 
@@ -330,7 +330,7 @@ class _TemplateProcess:
 def _failure(reason: str) -> TemplateError:
     return TemplateError(
         f"the model's chat template cannot be used: {reason}",
-        "use `edgespec generate --raw` or another model",
+        "use another model, or `edgespec generate --raw`",
         reason=reason,
     )
 

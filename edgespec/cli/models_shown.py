@@ -40,6 +40,7 @@ _TOO_SMALL = (
 )
 _NO_DRAFTS = "none; to try another model with the same tokens, name it with --draft"
 _NO_HEAD = "none was found for this model; to use one from elsewhere, name its folder with --head"
+_NO_ADVICE = "no advice from its makers was found; edgespec's own defaults apply (see `edgespec config`)"
 
 
 @dataclass(slots=True)
@@ -137,8 +138,7 @@ class Shown:
             lines.append(("on this machine", f"no; {self.next_step}"))
         if self.info is not None:
             lines += _info_lines(self.info, self.entry)
-        if self.sampling:
-            lines.append(("default settings", _sampling_line(self.sampling)))
+        lines.append(("default settings", _sampling_line(self.sampling) or _NO_ADVICE))
         if self.facts is not None:
             lines += _capability_lines(self.facts)
         if self.choice is not None:
@@ -262,6 +262,7 @@ def _head_json(head: HeadOption) -> dict[str, Any]:
         "on_this_machine": head.head is not None,
         "source": head.source,
         "file_bytes": head.size_bytes,
+        "licence": head.licence or None,
         "expected_speedup": round(head.speedup, 3) or None,
         "published_speedup": head.published or None,
         "works": not head.problem,
@@ -280,8 +281,9 @@ def _head_line(head: HeadOption) -> str:
         use = f"not on this machine; --head {head.reference} downloads it"
     else:
         use = f"usable with --method auto or {head.method}"
-    kind = [head.kind] if head.reference else []
-    return f"{head.name}: {'; '.join(filter(None, (*kind, head.expectation, use)))}"
+    kind = head.kind if head.reference else ""
+    licence = f"licence {head.licence}" if head.licence else ""
+    return f"{head.name}: {'; '.join(filter(None, (kind, head.expectation, licence, use)))}"
 
 
 def _suggested_drafts(entry: ModelEntry) -> str:
@@ -332,7 +334,7 @@ def _info_lines(info: ModelInfo, entry: ModelEntry | None) -> list[tuple[str, st
 
 
 def _sampling_line(settings: Mapping[str, RecommendedSetting]) -> str:
-    """Format recommended settings, such as `temperature 0.2, top_p 0.9 (from the catalogue)`."""
+    """Format recommended settings, such as `temperature 0.2, top_p 0.9 (from the catalogue)`, if any."""
     by_source = groupby(settings.items(), key=lambda item: item[1].source)
     return "; ".join(
         ", ".join(f"{name} {setting.value:g}" for name, setting in items) + f" (from {source})"
@@ -399,6 +401,7 @@ def head_entry_json(entry: HeadEntry) -> dict[str, Any]:
         "embedded": bool(entry.embedded_file),
         "repository": entry.repository,
         "gguf_file": entry.gguf_file,
+        "licence": entry.licence or None,
         "published_speedup": entry.published_speedup or None,
         "published_on": entry.published_on,
         "sources": list(entry.sources),
@@ -437,6 +440,10 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
         lines.append(("on this machine", f"no; download it with `edgespec models pull {reference}`"))
     else:
         lines += _file_lines(kind, info)
+    if entry:
+        lines.append(("licence", entry.licence or f"none was found; see huggingface.co/{entry.repository}"))
+    if info is not None and info.licence:
+        lines.append(("licence (from its files)", info.licence))
     if entry and entry.published_speedup:
         measured = f"{entry.published_speedup:.1f}x on {entry.published_on}, measured by its publisher"
         lines.append(("speed-up", measured))
@@ -460,7 +467,7 @@ def _file_lines(kind: str, info: ModelInfo) -> list[tuple[str, str]]:
         is_all = info.draft_vocab_size == info.vocab_size
         share = "all" if is_all else f"{info.draft_vocab_size:,} of the"
         lines.append(("can propose", f"{share} {info.vocab_size:,} tokens of the model"))
-    return [*lines, ("licence", info.licence)] if info.licence else lines
+    return lines
 
 
 def _reads(kind: str, info: ModelInfo) -> str:

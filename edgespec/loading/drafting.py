@@ -131,7 +131,7 @@ class DrafterFactory:
             return made
         return MissingDrafter(
             f"the model was loaded without the method {method.name}",
-            f"load the model with --method {method.name} (in Python, use the option `method` or `methods`)",
+            f"load the model with --method {method.name} (the option `method`)",
         )
 
     def _why_not_shared(self, method: Method, *, is_loaded: bool) -> MissingDrafter:
@@ -142,7 +142,7 @@ class DrafterFactory:
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
         name = method.name
-        alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
+        alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and --parallel 1"
         if command := method.preparation(self._context):
             alone += f" and run `{command}` once"
         return MissingDrafter(

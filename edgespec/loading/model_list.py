@@ -422,9 +422,11 @@ def catalogue_models(
     """Yield the catalogue models in one format that are not installed."""
     here = [each for each in installed.models if each.format == form.name]
     names = {each.entry.name for each in here if each.entry}
-    # A model in a Python package is the same as one with this name and size on Hugging Face.
+    # A model in a Python package is the same as one of this family and size on Hugging Face.
     packaged = {
-        (each.entry.family, each.entry.parameters) for each in here if each.entry and each.entry.package
+        (each.entry.family, each.entry.parameters): each.entry
+        for each in here
+        if each.entry and each.entry.package
     }
     # Assume that downloads go to the disk that holds the largest installed model. The disk's speed is
     # measured by reading this model, because a large file is the least likely to be cached.
@@ -433,6 +435,8 @@ def catalogue_models(
         is_here = entry.name in names or (entry.family, entry.parameters) in packaged
         if entry.format == form.name and entry.repository and not is_here:
             draft = recommended_draft(entry)
+            if draft is not None:
+                draft = packaged.get((draft.family, draft.parameters), draft)
             draft_bytes = draft.approximate_file_bytes if draft else 0
             file_bytes = entry.approximate_file_bytes
             needed = needed_bytes(file_bytes + draft_bytes, entry.parameters)

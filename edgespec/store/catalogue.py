@@ -141,6 +141,7 @@ class HeadEntry:
         gguf_file: The head's file, if the repository contains other GGUF files. Empty for a repository that
             contains only the head.
         embedded_file: Path of the file or folder in the models folder, if the head comes with edgespec.
+        licence: The head's licence. Empty if none was found.
         published_speedup: The speed-up measured by the publisher, or 0 if there is none.
         published_on: The machine on which the publisher measured the speed-up.
         sources: Sources for these facts, as for models.
@@ -153,6 +154,7 @@ class HeadEntry:
     repository: str = ""
     gguf_file: str = ""
     embedded_file: str = ""
+    licence: str = ""
     published_speedup: float = 0.0
     published_on: str = ""
     sources: tuple[str, ...] = ()

@@ -177,8 +177,7 @@ def choose_draft(
         fitting = [option for option in usable if option.needed_bytes <= room_bytes]
     faster = [option for option in fitting if option.speedup > 1.0]
     if not faster:
-        reason = "; ".join(failed.values()) or _why_none(target, options, usable, fitting)
-        return DraftChoice(None, reason)
+        return DraftChoice(None, _why_failed(failed) or _why_none(target, options, usable, fitting))
     best = _best(faster)
     try:
         draft = resolve(best.reference, allow_download=False)
@@ -201,7 +200,9 @@ def _best(options: Sequence[DraftOption]) -> DraftOption:
 
 def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
     if draft == "none":
-        return DraftChoice(None, f"you turned off the draft model for {target.name}")
+        return DraftChoice(
+            None, f"you turned off the draft model for {target.name}; to use one anyway, name it with --draft"
+        )
     try:
         resolved = resolve(draft, allow_download=False)
         return DraftChoice(resolved, f"you chose {draft} for {target.name}", source="user")
@@ -219,7 +220,7 @@ def _first_recommended(target: Resolved, failed: Mapping[Path, str]) -> DraftCho
             draft = resolve(name, allow_download=False)
             if draft.path not in failed:
                 return DraftChoice(draft, f"it is recommended for {target.name}")
-    return DraftChoice(None, "; ".join(failed.values()) or _no_draft_found(target))
+    return DraftChoice(None, _why_failed(failed) or _no_draft_found(target))
 
 
 def _recommended(target: Resolved) -> tuple[str, ...]:
@@ -236,6 +237,11 @@ def _no_draft_found(target: Resolved) -> str:
         f"no draft model was found for {target.name}; to try a smaller model of the same family, name it with"
         " --draft"
     )
+
+
+def _why_failed(failed: Mapping[Path, str]) -> str:
+    """Return why the draft models that were tried are not used, or an empty string if none failed."""
+    return "; ".join([*failed.values(), "to try another draft model, name it with --draft"]) if failed else ""
 
 
 def _why_none(

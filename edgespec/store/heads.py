@@ -76,6 +76,7 @@ class HeadOption:
         problem: Why edgespec cannot draft with the head. Empty if it can.
         published: The publisher's measured speed-up, for messages. Empty if unknown.
         must_be_named: Whether edgespec drafts with the head only if the user names it.
+        licence: The head's licence in the catalogue, or in its files. Empty if unknown.
     """
 
     reference: str
@@ -87,6 +88,7 @@ class HeadOption:
     problem: str = ""
     published: str = ""
     must_be_named: bool = False
+    licence: str = ""
 
     @property
     def method(self) -> str:
@@ -227,7 +229,7 @@ def _installed(
                 if (converted := _converted_path(path, target.path)).exists():
                     head, problem = Head(method_of(kind), converted, path), ""
     speedup = _speedup(kind, info.size_bytes, target_info.pass_bytes)
-    return HeadOption(reference, kind, head, source, info.size_bytes, speedup, problem)
+    return HeadOption(reference, kind, head, source, info.size_bytes, speedup, problem, licence=info.licence)
 
 
 def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> HeadOption:
@@ -237,7 +239,12 @@ def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> He
     if option is None:
         return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
     # The demo must start quickly and has its own draft model, so do not select its head automatically.
-    return replace(option, published=_published_speedup(entry), must_be_named=bool(entry.embedded_file))
+    return replace(
+        option,
+        published=_published_speedup(entry),
+        must_be_named=bool(entry.embedded_file),
+        licence=entry.licence or option.licence,
+    )
 
 
 def _not_downloaded(entry: HeadEntry, form: FileFormat, target_bytes: int) -> HeadOption:
@@ -251,6 +258,7 @@ def _not_downloaded(entry: HeadEntry, form: FileFormat, target_bytes: int) -> He
         _speedup(entry.kind, size, target_bytes),
         _why_not_yet(entry.kind, form),
         _published_speedup(entry),
+        licence=entry.licence,
     )
 
 

@@ -367,7 +367,7 @@ def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
     """Return the error to raise if a head was passed as a model. `target` is the model that it drafts for."""
     return ModelFileError(
         f"{name} is a draft head, which proposes tokens for one model and cannot run on its own",
-        f"pass it with --head, for example --target {target} --head {name}",
+        f"load its model with --target {target}, and the head with --head {name}",
         code="wrong_file",
     )
 

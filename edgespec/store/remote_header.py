@@ -98,6 +98,9 @@ def fetch_metadata(
         commit, listed = list_repository(repository)
         chosen = content.choose(repository, listed, quantisation)
         files = [one for one in chosen if one.name.endswith((*_WITH_METADATA, *_WITHOUT_HEADER))]
+        if not is_gguf_model(files[0]):
+            # The model card states the licence, which a GGUF file has in its header.
+            files += [one for one in listed if one.name == "README.md"]
         # Use the layout of the cache, in which other code finds the files that belong to a model.
         target = folder / repository_folder(repository).name / "snapshots" / "main"
         for done, file in enumerate(files):

@@ -59,59 +59,16 @@ _MIN_SPEED_UP = 1.05
 _MIN_TOKENS = 20
 # Replies with a lower speed-up are shown as slower. Factors above this value round to at least 1.0.
 _SAME_SPEED = 0.95
-# Matches a command line option in text.
-_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 _CODE = re.compile(r"`([^`\n]+)`")
 # Separates the notices in `ModelFacts.notice`.
 _NOTICE_SEPARATOR = " · "
-_AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
-_NO_IMAGES = "images are off to save memory; a smaller /context or a higher /set memory can turn them on"
-_OTHER_MODEL = "type /model to choose another model"
+_NO_ADVICE = "none were found from the model's makers, so edgespec's own defaults apply"
 _LOAD_NAMES = "|".join(name.replace("_", "-") for name in ALL_LOAD_SETTINGS)
-_EXACT_RACE = "After /set exactness bits, rounding no longer causes differences"
-# Patterns that match command-line advice, each with the advice to show in the chat instead.
-_IN_CHAT = tuple(
-    (re.compile(pattern), words)
-    for pattern, words in (
-        (r"`edgespec models list` shows", "/model shows"),
-        (r"`edgespec recommend` suggests", "/model suggests"),
-        (r"`edgespec models show [^`]+` lists (?:the heads for a model|them)", "/set head lists them"),
-        (
-            r"uses heads in the model's files, its folder and the Hugging Face cache \(see [^)]+\)",
-            _AUTO_HEADS,
-        ),
-        (r"chooses the best one on this machine \(see `edgespec models show`\)", "chooses the best one"),
-        (r"\(see `edgespec models show [^`]+`\)", "(/set head lists them)"),
-        (r"images are off to save memory: --mmproj \S+ turns them on", _NO_IMAGES),
-        (r"continue plain text with `edgespec generate --raw` or /v1/completions", _OTHER_MODEL),
-        (r"use `edgespec generate --raw` or another model", _OTHER_MODEL),
-        (r", or use `edgespec generate --raw`", ""),
-        (
-            r"put its mmproj file into its folder, or use --mmproj",
-            "put its mmproj file into its folder and type /set mmproj auto, or type /set mmproj and its path",
-        ),
-        (r"download it with `edgespec models pull ([^`]+)`", r"type /model \1 to download it"),
-        (r"choose a model from `edgespec models list`", "type /model to choose one"),
-        (
-            r"pass it with --head, for example --target (\S+) --head (\S+)",
-            r"to use it, type /model \1, then /set head \2",
-        ),
-        (r"`edgespec chat --trust` skips", "/set trust on skips"),
-        (r"`edgespec config` shows all settings", "/show lists the settings"),
-        (
-            r"load the model with --method (\S+) and no --parallel",
-            r"type /set parallel 1, then /set method \1",
-        ),
-        (
-            r"load the model with --method (\S+) \(in Python, [^)]*\)",
-            r"type /set method \1, which loads the model again",
-        ),
-        (r"to use them, pass them as options, such as --system", "to use them, type /system or /set"),
-        (rf"(?:omit|load (?:the model|it) without) `?--({_LOAD_NAMES})(?![\w-])`?", r"type /set \1 default"),
-        (r"--exact(?![\w-])", "/set exactness bits"),
-        (r"To find out whether only rounding caused this, run `edgespec verify [^`]*`", _EXACT_RACE),
-        (r"(?:^|\b)run `(edgespec (?:prepare|doctor|delete-data|worker))", r"in another terminal, run `\1"),
-    )
+# Matches what only a command line can do: commands, which texts put in backticks, and options.
+_COMMAND_LINE = re.compile(
+    r"`edgespec (?P<command>[^`\n]+)`"
+    rf"|omit `?--(?P<omitted>{_LOAD_NAMES})(?![\w-])`?"
+    r"|(?<![\w-])--(?P<option>[a-z]+(?:-[a-z]+)*)"
 )
 _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
@@ -507,6 +464,8 @@ def show_rows(
         share, why = worst
         rows.append(("at worst", f"the speed-up made the last reply up to {share} slower (allowed: {why})"))
     rows.append(("system prompt", chat.system or "none"))
+    if not runtime.recommended_sampling:
+        rows.append(("advised settings", _NO_ADVICE))
     rows += [
         (name, f"{default_text(name, runtime, chat.settings)} ({default_source(name, runtime)})")
         for name in SETTINGS
@@ -681,16 +640,47 @@ def in_chat(text: str) -> str:
 
 
 def _with_commands(text: str) -> str:
-    for pattern, words in _IN_CHAT:
-        text = pattern.sub(words, text)
-    return _OPTION.sub(_chat_command, text)
+    return _COMMAND_LINE.sub(_in_chat, text)
 
 
-def _chat_command(option: re.Match[str]) -> str:
-    name = option[1].replace("-", "_")
+def _in_chat(match: re.Match[str]) -> str:
+    """Return what to type in the chat instead of a command or an option."""
+    if match["command"]:
+        # Commands without a counterpart in the chat work while it is open.
+        return _chat_command(match["command"].split()) or f"{match[0]} in another terminal"
+    if match["omitted"]:
+        return f"type /set {match['omitted']} default"
+    return _chat_option(match["option"]) or match[0]
+
+
+def _chat_command(words: list[str]) -> str:
+    """Return the chat's counterpart of an edgespec command, or an empty string if there is none."""
+    match words:
+        case ["models", "list" | "show"] | ["recommend"]:
+            return "/model"
+        case ["models", "show", _]:
+            return "/set head"
+        case ["models", "pull", *name]:
+            return f"/model {' '.join(name)}"
+        case ["config"]:
+            return "/show"
+        case ["chat", "--trust"]:
+            return "/set trust on"
+        case ["serve" | "worker", *_]:
+            # These run beside the chat anyway, often on another machine.
+            return f"`edgespec {' '.join(words)}`"
+        case _:
+            return ""
+
+
+def _chat_option(option: str) -> str:
+    """Return the chat's counterpart of a command line option, or an empty string if there is none."""
+    name = option.replace("-", "_")
     if name in ("draft", "context", "system"):
         return f"/{name}"
-    return f"/set {name}" if name in SETTINGS or name in ALL_LOAD_SETTINGS else option[0]
+    if name in ("target", "exact"):
+        return {"target": "/model", "exact": "/set exactness bits"}[name]
+    return f"/set {name}" if name in SETTINGS or name in ALL_LOAD_SETTINGS else ""
 
 
 def _starts_with_word(text: str) -> bool:

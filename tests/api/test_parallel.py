@@ -337,7 +337,7 @@ def test_methods_that_draft_on_the_targets_cache_are_refused(
     with pytest.raises(OptionError) as caught:
         pair.generate(HOWTO, method=method)
     assert caught.value.what == reason
-    alone = f"load the model with --method {method} and no --parallel"
+    alone = f"load the model with --method {method} and --parallel 1"
     assert caught.value.next_step == f"{ANOTHER}, or {alone}{preparation}"
 
 

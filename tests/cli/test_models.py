@@ -259,10 +259,16 @@ class TestHeads:
         listed = json_of(run("models", "show", "demo", "--json"))
         assert [each["expected_speedup"] for each in listed["drafts"] + listed["heads"]] == [None] * 2
 
+    def test_show_says_where_the_default_settings_are_from(self, run: Run) -> None:
+        advised, own = (run("models", "show", name).stdout for name in ("qwen3-8b", "granite-4.1-8b"))
+        assert "temperature 0.6, top_p 0.95, top_k 20 (from the catalogue)" in advised
+        assert re.search(r"^default settings +no advice from its makers was found;", own, re.MULTILINE)
+
     def test_show_lists_published_heads(self, run: Run) -> None:
         shown = run("models", "show", "qwen3-8b").stdout
         assert "its publisher measured 1.7x on a server GPU with 16-bit weights" in shown
         assert "not on this machine; --head qwen3-8b-eagle3 downloads it" in shown
+        assert re.search(r"^head +qwen3-8b-dflash: .*; licence MIT, that of its", shown, re.MULTILINE)
         assert re.search(r"expected speed-up \d", shown)
 
     def test_show_a_head(self, run: Run, target: Path) -> None:
@@ -288,6 +294,7 @@ class TestHeads:
         assert lines["size"].startswith(("2.1 MiB, Q8_0", "3.9 MiB, float16"))
         assert lines["reads"].startswith(reads)
         assert lines["can propose"] == "all 8,192 tokens of the model"
+        assert lines["licence"] == "CC-BY-4.0"
         assert lines["use it with"].startswith(f"--target {target} --head {head} (add --method eagle ")
         shown = json_of(run("models", "show", head, "--json"))
         assert shown["catalogue"]["targets"] == [target]
@@ -296,6 +303,7 @@ class TestHeads:
     def test_show_a_head_that_is_not_on_this_machine(self, run: Run) -> None:
         shown = run("models", "show", "qwen3-8b-eagle3").stdout
         assert "no; download it with `edgespec models pull qwen3-8b-eagle3`" in shown
+        assert re.search(r"^licence +none was found; see huggingface.co/AngelSlim/", shown, re.MULTILINE)
         assert "1.7x on a server GPU with 16-bit weights, measured by its publisher" in shown
         assert json_of(run("models", "show", "qwen3-8b-eagle3", "--json"))["on_this_machine"] is False
 

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -52,6 +53,16 @@ def check_entry(entry: ModelEntry) -> None:
         assert 0.19 < entry.approximate_file_bytes / entry.parameters < 2.0
 
 
+def test_every_head_states_its_licence_or_that_none_was_found() -> None:
+    tables = tomllib.loads((models_folder() / "catalogue.toml").read_text("utf-8"))["head"]
+    assert [table["name"] for table in tables if "licence" not in table] == []
+
+
+def test_no_entry_has_unverified_facts() -> None:
+    for entry in (*ENTRIES, *load_catalogue().heads):
+        assert not [source for source in entry.sources if "not verified" in source], entry.name
+
+
 def test_every_draft_is_known_and_smaller() -> None:
     for entry in ENTRIES:
         for name in entry.drafts:
@@ -70,6 +81,8 @@ def test_every_draft_is_known_and_smaller() -> None:
         ("gemma4:e4b", "gemma-4-e4b", "Q4_K_M"),
         ("gpt-oss:20b", "gpt-oss-20b", "MXFP4"),
         ("qwen3.6:27b", "qwen3.6-27b", "UD-Q4_K_XL"),
+        ("qwen3.5:27b", "qwen3.5-27b", "Q4_K_M"),
+        ("qwen3.5:35b", "qwen3.5-35b-a3b", "UD-Q4_K_XL"),
         ("qwen3.6-27b-mlx", "qwen3.6-27b-mlx", "4-bit"),
         ("gpt-oss-20b-mlx", "gpt-oss-20b-mlx", "4-bit"),
         ("demo", "demo", "Q8_0"),

@@ -107,6 +107,24 @@ def test_a_head_for_another_model_is_reported(
     assert found == {"kind", "size", "target"}
 
 
+def test_the_licence_of_a_head_in_a_folder_is_read_from_its_card(hub: StandInHub, tmp_path: Path) -> None:
+    hub.files.clear()
+    folder = models_folder() / "demo-mlx-head"
+    hub.files |= {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.files["README.md"] = b"---\nlicense: mit\n---\nA head."
+    head = load_catalogue().find_head("demo-mlx-head")
+    assert head is not None
+    published = replace(head, repository=REPOSITORY, embedded_file="")
+    for licence, differences in {
+        "MIT": [],
+        "": [("demo-mlx-head", "licence", "none", "mit")],
+        "CC-BY-4.0": [("demo-mlx-head", "licence", "CC-BY-4.0", "mit")],
+    }.items():
+        listed = replace(published, licence=licence)
+        found = catalogue_check.compare([], [listed], tmp_path / licence, lambda description, done: True)
+        assert found == differences
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_one_line_says_that_the_hub_cannot_be_reached(
     offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

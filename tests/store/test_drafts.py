@@ -250,7 +250,10 @@ class TestUserPairs:
     def test_a_pair_may_be_none(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "none"\n')
         choice = chosen("demo")
-        assert (choice.draft, choice.reason) == (None, "you turned off the draft model for demo")
+        assert choice.draft is None
+        assert choice.reason == (
+            "you turned off the draft model for demo; to use one anyway, name it with --draft"
+        )
 
     def test_a_missing_draft_of_a_pair_is_not_downloaded(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')

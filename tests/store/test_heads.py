@@ -354,6 +354,7 @@ def test_every_published_head_has_known_targets_and_a_kind() -> None:
         named = head.name if head.gguf_file else head.repository or head.name
         assert catalogue.find_head(named) == head
         assert head.sources
+        assert head.licence or any("licence" in source or "card" in source for source in head.sources)
         assert bool(head.published_speedup) == bool(head.published_on)
 
 

@@ -677,7 +677,7 @@ class LoraAdapters:
         if lib.llama_set_adapters_lora(context, handles, count, (ctypes.c_float * count)(*self.scales)):
             raise BackendError(
                 "llama.cpp could not apply the adapters",
-                "load the model without --adapter",
+                "omit --adapter",
                 code="adapter_unusable",
             )
 

@@ -29,8 +29,8 @@ __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
 NO_PROJECTOR = (
     "it was loaded without an mmproj file, so it can read only text",
     (
-        "choose a model that supports images; if this one does, put its mmproj file into its folder, or use"
-        " --mmproj"
+        "choose a model that supports images; if this one does, name its mmproj file with --mmproj, or put it"
+        " into the model's folder and load the model again"
     ),
 )
 

@@ -110,7 +110,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         if not target.options.own_head:
             raise CapabilityError(
                 f"{target.facts.name} was loaded without its MTP layers",
-                f"load the model with --method {head.method} (in Python: the option `method` or `methods`)",
+                f"load the model with --method {head.method} (the option `method`)",
                 code="mtp_missing",
             )
         name = f"the MTP layers of {target.facts.name}"

@@ -122,7 +122,7 @@ class RemoteModel(BaseModel):
     interrupted pass.
     """
 
-    why_blind = ("its layers are on workers", "load it without --workers")
+    why_blind = ("its layers are on workers", "omit --workers")
 
     def __init__(self, model: LlamaCppModel, workers: ConnectedWorkers, placement: LayerPlacement) -> None:
         self._model, self._workers = model, workers

@@ -234,7 +234,8 @@ def _head_line(head: HeadOption) -> str:
         state = "used only if you choose it"
     else:
         state = "on this machine"
-    parts = (head.kind if head.reference else "", head.expectation, state)
+    licence = f"licence {head.licence}" if head.licence else ""
+    parts = (head.kind if head.reference else "", head.expectation, licence, state)
     return f"{head.name}: {', '.join(filter(None, parts))}"
 
 
