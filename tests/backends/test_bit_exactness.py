@@ -17,6 +17,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.loading import bit_exactness
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
+from edgespec.loading.constants import SHORT_CONTEXT, WIDTHS_AGAIN
 from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import BaseModel
@@ -237,7 +238,7 @@ class _Timed:
 
         def timed(tree: TokenTree, first: int = 0) -> HostLogits:
             self.passes += 1
-            if tree.is_chain and model.length >= bit_exactness.SHORT_CONTEXT:
+            if tree.is_chain and model.length >= SHORT_CONTEXT:
                 self.tested.add((model.length > 256, tree.width))
             return verify(tree, first)
 
@@ -258,7 +259,7 @@ def test_when_time_runs_out_only_tested_widths_are_used(
     assert classes[0].widths == tuple(range(1, classes[0].max_width + 1))
     # A few passes over all layers follow, which none of the widths can be used without.
     assert timed.passes <= 1000 * limit + 20
-    compared = {width for width in classes[0].widths if width in bit_exactness.WIDTHS_AGAIN or not deep}
+    compared = {width for width in classes[0].widths if width in WIDTHS_AGAIN or not deep}
     for width in compared - {1}:
         assert {(True, width), (False, width)} <= timed.tested
     assert len(classes) == 1
