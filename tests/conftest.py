@@ -25,6 +25,7 @@ from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model import trial_load
+from edgespec.model.base import Progress
 from edgespec.options.default_model import package_folder
 from edgespec.store.catalogue import models_folder
 from edgespec.system.files import file_state, sampled_sha256, write_private_file
@@ -269,14 +270,14 @@ def models_are_probed_once() -> Iterator[None]:
     results: dict[tuple[object, ...], probe.ProbeResult] = {}
     test = probe.probe
 
-    def probe_once(model: MlxModel) -> probe.ProbeResult:
+    def probe_once(model: MlxModel, progress: Progress | None = None) -> probe.ProbeResult:
         if type(model) is not MlxModel:  # its layers may be on other machines
-            return test(model)
+            return test(model, progress)
         files = tuple(file_state(file) for file in sorted(Path(model.facts.path).iterdir()))
         options = model.facts.adapters, model.facts.context_tokens, model.partial_models.low_bits is None
         key = files, type(model._net), model._fingerprint, model.facts.weight_bytes, *options
         if key not in results:
-            results[key] = test(model)
+            results[key] = test(model, progress)
         return results[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -288,9 +289,9 @@ def models_are_probed_once() -> Iterator[None]:
 def few_kernels_are_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run MLX's operations one by one on a CPU, because compiling each fused kernel takes a second.
 
-    This does not apply to child processes, nor to the file that tests our own fused kernel.
+    This does not apply to child processes, nor to the files that test our own fused kernel and exact replies.
     """
-    if find_spec("mlx") is None or request.path.name == "test_logits.py":
+    if find_spec("mlx") is None or request.path.name in ("test_logits.py", "test_exact_real.py"):
         yield
         return
     import mlx.core as mx

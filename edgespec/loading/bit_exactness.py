@@ -10,7 +10,7 @@ options, and can be determined only by trial.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import cycle
@@ -33,17 +33,15 @@ from edgespec.loading.constants import (
     FEWER_PASSES,
     FEWER_POSITIONS,
     LONG_CONTEXT,
-    LONG_TRIAL_SECONDS,
-    LONG_TRIAL_STEPS,
     LONGEST_CONTEXT,
     LONGEST_SECONDS,
     MAX_SHARE_OF_SINGLE_PASSES,
     MAX_TESTED_WIDTH,
     PASSES,
+    PHASE_SHARES,
     POSITIONS,
     POSITIONS_AGAIN,
     SHORT_CONTEXT,
-    SHORT_TRIAL_WIDTH,
     SLOW_PASS_POSITIONS,
     SLOW_PASS_SECONDS,
     SLOW_PASS_WIDTHS,
@@ -51,7 +49,8 @@ from edgespec.loading.constants import (
     SPLIT_TOKENS,
     STEPS_AFTER,
     SURELY_TESTED_WIDTH,
-    TRIAL_TOKENS,
+    TRIAL_SECONDS,
+    TRIAL_STEPS,
     WIDE_PASSES,
     WIDTHS_AGAIN,
 )
@@ -113,6 +112,9 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
     supports it, these run only the first layers and the output layer. A narrow and the widest pass are then
     confirmed over all layers. The result is valid only for this model with these options, on this machine and
     build. The cache is empty afterwards.
+
+    The trial has a time limit, which is checked before each pass. When it runs out, the classes contain only
+    the widths whose tests were finished.
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
@@ -189,6 +191,10 @@ class _Reference(NamedTuple):
     cells: dict[int, bytes]
 
 
+class _OutOfTimeError(Exception):
+    """The trial's time limit ran out before the next pass."""
+
+
 @dataclass
 class _Trial:
     """The state of a trial, such as the test tokens, reference results and the widths that disagreed."""
@@ -197,7 +203,6 @@ class _Trial:
     progress: Progress | None
     tokens: list[int] = field(init=False)
     positions: int = POSITIONS
-    is_short: bool = False
     # Whether passes run only a few layers. See `LanguageModel.run_first_layers`.
     is_partial: bool = False
     repeats: bool = False
@@ -206,8 +211,13 @@ class _Trial:
     disagreeing: set[int] = field(default_factory=set)
     references: dict[tuple[int, int], _Reference] = field(default_factory=dict)
     done_passes: int = 0
+    # When the trial began, how long it may take, and when passes must stop for now. See `_allow`.
+    began: float = field(init=False)
+    limit_seconds: float = TRIAL_SECONDS
+    until: float = float("inf")
 
     def __post_init__(self) -> None:
+        self.began = now()
         vocab_size = self.model.facts.vocab_size
         count = min(LONGEST_CONTEXT + POSITIONS + STEPS_AFTER, self.model.free_tokens)
         random = np.random.default_rng(1)
@@ -218,8 +228,7 @@ class _Trial:
         contexts = self._read_contexts() if able.rollback else []
         if not contexts:
             return [WidthClass((1,))]
-        is_narrow = self.is_short and not self.is_reduced
-        limit = min(SHORT_TRIAL_WIDTH if is_narrow else MAX_TESTED_WIDTH, able.max_width)
+        limit = min(MAX_TESTED_WIDTH, able.max_width)
         alone, wide, other = set(range(1, limit + 1)), set(range(2, limit + 1)), 2
         if self.is_reduced:
             alone &= set(SLOW_PASS_WIDTHS)
@@ -233,8 +242,10 @@ class _Trial:
             model.truncate(0)
             contexts = self._read_contexts()
         # Digest of the prompt's KV cells when the prompt is processed in one large pass.
-        whole = b"" if self.is_short or contexts[0] < SPLIT_TOKENS else self._cells(0, SPLIT_TOKENS)
+        whole = b"" if self.is_reduced or contexts[0] < SPLIT_TOKENS else self._cells(0, SPLIT_TOKENS)
+        first_share, contexts_share, whole_share = PHASE_SHARES
         for length in contexts:
+            self._allow(contexts_share if length == contexts[-1] else first_share)
             agreeing = self._agreeing if length == contexts[0] else self._still_agreeing
             alone = agreeing(1, alone, length)
             if other in alone or limit < 2 or not able.partial_truncate:
@@ -244,6 +255,7 @@ class _Trial:
         if not able.partial_truncate:
             # Replaying accepted tokens makes passes wider, so only a set of widths without gaps can be used.
             alone = {width for width in alone if alone >= set(range(1, width))}
+        self._allow(whole_share)
         found = []
         for base, members in ((1, alone), *([(other, wide)] if wide else [])):
             widths = tuple(sorted(members))
@@ -253,11 +265,16 @@ class _Trial:
             found.append(WidthClass(widths, trees, block, any_threads, is_complete))
         return self._confirmed(found) if self.is_partial else found
 
+    def _allow(self, share: float) -> None:
+        """Let passes start until this share of the trial's time limit has passed."""
+        self.until = self.began + share * self.limit_seconds
+
     def _confirmed(self, classes: Sequence[WidthClass]) -> list[WidthClass]:
         """Return the classes, excluding widths whose passes over all layers differ.
 
         Only a narrow and the widest pass of each class are compared, because the layers that have not been
-        tested yet run the same kernels. If one of them differs, all widths are compared.
+        tested yet run the same kernels. If one of them differs, all widths are compared, as far as there is
+        time.
         """
         self.is_partial = self.model.run_first_layers(False)
         self.positions = CONFIRMED_POSITIONS
@@ -265,12 +282,23 @@ class _Trial:
         for found in classes:
             self.references.clear()
             base, widths, is_complete = found.widths[0], found.widths, found.is_complete
-            if not all(self._all_layers_agree(base, width) for width in {*widths[1:2], widths[-1]}):
-                widths = (base, *(width for width in widths[1:] if self._all_layers_agree(base, width)))
+            # These few passes are always run, because none of the widths can be used without them.
+            self.until = float("inf")
+            if not all(self._all_layers_agree(base, width) for width in sorted({*widths[1:2], widths[-1]})):
+                self.until = now() + self.limit_seconds
+                widths = (base, *self._agreeing_over_all_layers(base, widths[1:]))
                 is_complete = False
             trees = found.trees and widths[-1] >= 3
             confirmed.append(replace(found, widths=widths, trees=trees, is_complete=is_complete))
         return confirmed
+
+    def _agreeing_over_all_layers(self, base: int, widths: Sequence[int]) -> Iterator[int]:
+        for width in widths:
+            try:
+                if self._all_layers_agree(base, width):
+                    yield width
+            except _OutOfTimeError:
+                return
 
     def _all_layers_agree(self, base: int, width: int) -> bool:
         """Return whether one pass over all layers agrees with passes of width `base`."""
@@ -278,7 +306,10 @@ class _Trial:
         self._restore_context(0)
         return self._agrees(reference, 0, 0, self._pass(width, min(width, len(reference.logits))))
 
-    def _report(self) -> None:
+    def _begin_pass(self) -> None:
+        """Report progress. Raise _OutOfTimeError if there is no time for another pass."""
+        if now() > self.until:
+            raise _OutOfTimeError
         self.done_passes += 1
         # The total number of passes is unknown, so the fraction approaches 1 without reaching it.
         fraction = self.done_passes / (self.done_passes + 100)
@@ -302,15 +333,14 @@ class _Trial:
         most = len(self.tokens) - self.positions - STEPS_AFTER
         if most < 1:
             return []
+        self.limit_seconds = max(TRIAL_SECONDS, TRIAL_STEPS * step_seconds)
         began = now()
         self._prefill(min(SHORT_CONTEXT, most))
-        seconds = (now() - began) / model.length * TRIAL_TOKENS + 2 * self.positions * step_seconds
-        is_long = seconds > max(LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS * step_seconds)
-        self.is_short = self.is_reduced or is_long
-        if is_long and not self.is_reduced:
-            self.positions = FEWER_POSITIONS
+        token_seconds = (now() - began) / model.length
         self.repeats = model.length == SHORT_CONTEXT and model.repeat_cached(min(LONGEST_CONTEXT, most))
-        if not (self.repeats or self.is_short):
+        # Without this check, reading a longer context in a single pass could exceed the time limit.
+        has_time = token_seconds * LONG_CONTEXT < PHASE_SHARES[0] * self.limit_seconds
+        if has_time and not (self.repeats or self.is_reduced):
             self._prefill(min(LONG_CONTEXT, most))
             if (now() - began) * LONGEST_CONTEXT / model.length < LONGEST_SECONDS:
                 self._prefill(min(LONGEST_CONTEXT, most))
@@ -325,7 +355,7 @@ class _Trial:
 
     def _prefill(self, end: int) -> None:
         if self.model.length < end:
-            self._report()
+            self._begin_pass()
             self.model.prefill(self.tokens[self.model.length : end])
 
     def _restore_context(self, length: int) -> None:
@@ -338,7 +368,7 @@ class _Trial:
         self._prefill(length)
 
     def _run(self, tree: TokenTree) -> list[bytes]:
-        self._report()
+        self._begin_pass()
         began = now()
         logits = self.model.verify(tree)
         digests = [_digest(logits, row) for row in range(tree.width)]
@@ -376,12 +406,14 @@ class _Trial:
                 # Wide passes compute more positions in the same time, so test more positions.
                 positions = max(positions, 2 * base)
             self._restore_context(length)
-            found = self.references[base, length] = _Reference([], {})
+            found = _Reference([], {})
             while (at := self.model.length - length) < positions:
                 found.logits.extend(self._pass(base, min(base, positions - at)))
                 # Partially rolled-back passes can end at any position, so record the cells up to each one.
                 for end in range(at + 1, self.model.length - length + 1):
                     found.cells[end] = self._cells(length, length + end)
+            # Save it only now, because time can run out before all positions have been computed.
+            self.references[base, length] = found
         return self.references[base, length]
 
     def _agrees(self, reference: _Reference, length: int, at: int, digests: Sequence[bytes]) -> bool:
@@ -393,32 +425,46 @@ class _Trial:
         )
 
     def _agreeing(self, base: int, candidates: Iterable[int], length: int) -> set[int]:
-        """Return the candidates whose passes agree with passes of width `base` after `length` tokens."""
-        reference = self._reference(base, length)
+        """Return the candidates whose passes agree with passes of width `base` after `length` tokens.
+
+        If time runs out, return those that were found to agree until then. Width 1 needs no test.
+        """
         agreeing = set(candidates) | {base}
-        for width in sorted(agreeing):
-            if width != base and not self._is_worth_testing(width, agreeing):
-                agreeing.discard(width)
-            elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
-                if width == base:
-                    # Even identical passes disagree, for example because the device does not sum in a fixed
-                    # order.
-                    return {base}
-                agreeing.discard(width)
-                self.disagreeing.add(width)
+        width = base
+        try:
+            reference = self._reference(base, length)
+            for width in sorted(agreeing):
+                if width != base and not self._is_worth_testing(width, agreeing):
+                    agreeing.discard(width)
+                elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
+                    if width == base:
+                        # Even identical passes disagree, for example because the device does not sum in a
+                        # fixed order.
+                        return {base}
+                    agreeing.discard(width)
+                    self.disagreeing.add(width)
+        except _OutOfTimeError:
+            return {tested for tested in agreeing if tested < width or tested == 1}
         return agreeing
 
     def _still_agreeing(self, base: int, candidates: set[int], length: int) -> set[int]:
         """Return the candidates, which agree after another context, that also agree after this one.
 
         Only the attention kernels can differ. If passes run only a few layers, they are quick, but there are
-        many, so only some widths are compared unless one of them differs.
+        many, so only some widths are compared unless one of them differs. If time runs out, return the
+        candidates up to the last compared width.
         """
         if self.is_partial:
-            reference = self._reference(base, length)
-            tested = sorted(candidates & {*WIDTHS_AGAIN, max(candidates)})
-            if all(self._width_agrees(width, reference, length) for width in tested):
-                return candidates
+            compared = 1
+            try:
+                reference = self._reference(base, length)
+                for width in sorted(candidates & {*WIDTHS_AGAIN, max(candidates)}):
+                    if not self._width_agrees(width, reference, length):
+                        return self._agreeing(base, candidates, length)
+                    compared = width
+            except _OutOfTimeError:
+                return {width for width in candidates if width <= compared}
+            return candidates
         return self._agreeing(base, candidates, length)
 
     @property
@@ -469,17 +515,23 @@ class _Trial:
         return single < FAST_STEP_SECONDS or fastest <= MAX_SHARE_OF_SINGLE_PASSES * single
 
     def _trees_agree(self, base: int, widths: Sequence[int], length: int) -> bool:
-        """Return whether tree passes agree with passes of width `base`.
+        """Return whether tree passes agree with passes of width `base`. If time runs out, return False.
 
         Also checks a normal pass after one branch of the last tree has been kept.
         """
+        try:
+            return self._compare_trees(base, widths, length)
+        except _OutOfTimeError:
+            return False
+
+    def _compare_trees(self, base: int, widths: Sequence[int], length: int) -> bool:
         reference = self._reference(base, length)
         narrowest = min((width for width in widths if width >= 3), default=0)
-        for width in (narrowest,) if self.is_short else (narrowest, widths[-1]):
+        for width in (narrowest,) if self.is_reduced else (narrowest, widths[-1]):
             if width < 3:
                 return False
             self._restore_context(length)
-            for at in (0,) if self.is_short else (0, 2, 4):
+            for at in (0,) if self.is_reduced else (0, 2, 4):
                 root, right = self.tokens[length + at : length + at + 2]
                 wrong = self.tokens[at]
                 filler = tuple(range(1, width - 2))
@@ -514,7 +566,16 @@ class _Trial:
         return found[0] == found[1]
 
     def _block_tokens(self, base: int, widths: Sequence[int], whole: bytes) -> int:
-        """Return the size of the blocks into which prompts must be split. See `WidthClass.block_tokens`."""
+        """Return the size of the blocks into which prompts must be split. See `WidthClass.block_tokens`.
+
+        If time runs out, return the largest size, which is always safe.
+        """
+        try:
+            return self._compare_splits(base, widths, whole)
+        except _OutOfTimeError:
+            return READ_TOKENS
+
+    def _compare_splits(self, base: int, widths: Sequence[int], whole: bytes) -> int:
         if not whole and self.model.facts.capabilities.partial_truncate:
             # No wide prefill pass was run, so its kernels are untested.
             return READ_TOKENS
@@ -550,7 +611,7 @@ class _Trial:
             first = self.model.length
             if first >= count:
                 break
-            self._report()
+            self._begin_pass()
             read(self.tokens[first : min(first + size, count)])
         if cells := self._cells(0, count):
             return (cells,)
@@ -558,10 +619,14 @@ class _Trial:
 
     def _prompt_pass_agrees(self, count: int) -> bool:
         """Return whether processing a prompt in one pass ends with the same logits as a single-token pass."""
+        self._begin_pass()
+        self.model.truncate(0)
+        if self.model.prefill_prompt(self.tokens[:1]) is None:
+            # The model does not compute logits together with a prompt.
+            return True
         self.model.truncate(0)
         logits = self.model.prefill_prompt(self.tokens[:count])
-        if logits is None:
-            return True
+        assert logits is not None
         together = _digest(logits, 0)
         self.model.truncate(count - 1)
         return self._step(count - 1) == together

@@ -60,12 +60,15 @@ CONFIRMED_POSITIONS = 4
 # Widths to compare, besides the largest, after contexts other than the first, if passes run only a few layers
 # of a model on the CPU. They were chosen to lie on both sides of powers of two, where kernels usually change.
 WIDTHS_AGAIN = (1, 2, 3, 4, 5, 8, 9, 16)
-# If a trial would take longer than both this time and this number of single-token passes, only passes up to
-# `SHORT_TRIAL_WIDTH` are tested, in the short context and, if it can be repeated, in the longest one. This
-# happens where each token in a pass takes almost as long as a pass of its own, as with MLX on a CPU, so that
-# wide passes cannot save time. The limits were chosen as the longest acceptable wait at the first load.
-LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
-SHORT_TRIAL_WIDTH = 5
+# Time limit of a trial: this many seconds, or the time of this many single-token passes if that is longer, as
+# in models that are read from disk. Once it runs out, only widths that have been fully tested are used. The
+# limits were chosen as the longest acceptable wait at the first load, where each token in a pass takes almost
+# as long as a pass of its own, as with MLX on a CPU, so that wide passes save little time.
+TRIAL_SECONDS, TRIAL_STEPS = 15.0, 150
+# Shares of the time limit after which the trial stops testing widths after the first context, widths after
+# all contexts, and trees and splits of prompts. They were chosen from the number of passes of each of these.
+# The rest is for confirming the classes over all layers.
+PHASE_SHARES = (0.5, 0.75, 0.9)
 # If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
 # over all layers in a trial. If the first layers cannot run on their own, the trial compares only these
 # widths, at `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest
@@ -73,9 +76,6 @@ SHORT_TRIAL_WIDTH = 5
 # include a wide pass, which takes little longer than a single-token pass if most of the time is spent reading
 # from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
-# Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
-# passes.
-TRIAL_TOKENS = 700
 # Number of single-token passes to compare after each split of the prompt, if KV cells cannot be copied. The
 # number was chosen to keep the trial short.
 STEPS_AFTER = 2

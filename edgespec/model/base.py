@@ -344,10 +344,11 @@ class LanguageModel(Protocol):
     def run_first_layers(self, enabled: bool) -> bool:
         """Clear the cache and make later passes run only a few layers, or all layers again.
 
-        These are the first layers, which include one of each kind of layer, and the output layer. `verify`
-        then returns the hidden states after the first layers and the results of the output layer for them,
-        in place of logits. The bit-exactness trial uses this, because it is faster and reveals differences
-        that activation rounding in later layers would hide.
+        These are the first layers, which include one of each kind of layer, and the output layer. In place of
+        logits, `verify` then returns the results of the output layer for the hidden states after the first
+        layers. If the output layer rounds activations, it returns these hidden states too. The bit-exactness
+        trial uses this, because it is faster and reveals differences that activation rounding in later layers
+        would hide.
 
         Returns:
             Whether passes now run only these layers. They run all layers if the model does not support this,

@@ -17,6 +17,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.loading import bit_exactness
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
+from edgespec.loading.constants import SHORT_CONTEXT, WIDTHS_AGAIN
 from edgespec.memory.constants import READ_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import BaseModel
@@ -208,15 +209,9 @@ def test_slow_models_that_run_all_layers_have_few_widths(monkeypatch: pytest.Mon
     assert _widths(_RoundingModel()) == [(1, 2, 3, 4, 8, 16)]
 
 
-@pytest.mark.parametrize(
-    ("limit", "widths"), [("SLOW_PASS_SECONDS", (1, 2, 3, 4)), ("LONG_TRIAL_SECONDS", (1, 2, 3))]
-)
-def test_slow_models_are_tested_in_long_contexts_too(
-    monkeypatch: pytest.MonkeyPatch, limit: str, widths: tuple[int, ...]
-) -> None:
+def test_slow_models_are_tested_in_long_contexts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """This requires that they can repeat cached tokens. With f16, long contexts use another kernel."""
-    monkeypatch.setattr(bit_exactness, limit, -1.0)
-    monkeypatch.setattr(bit_exactness, "LONG_TRIAL_STEPS", -1.0)
+    monkeypatch.setattr(bit_exactness, "SLOW_PASS_SECONDS", -1.0)
 
     class Repeating(_RoundingModel):
         def repeat_cached(self, end: int) -> bool:
@@ -224,8 +219,72 @@ def test_slow_models_are_tested_in_long_contexts_too(
             return True
 
     model = Repeating()
-    model._rounding = lambda width, _row, _tree: width > widths[-1] and model.length > 512
-    assert _widths(model)[0] == widths
+    model._rounding = lambda width, _row, _tree: width > 4 and model.length > 512
+    assert _widths(model)[0] == (1, 2, 3, 4)
+
+
+class _Timed:
+    """A clock that is advanced by a model's passes. Each of them takes a millisecond.
+
+    Attributes:
+        passes: The number of passes.
+        tested: The widths of passes over chains after the long and the short context, as (is long, width).
+    """
+
+    def __init__(self, model: _RoundingModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes = 0
+        self.tested: set[tuple[bool, int]] = set()
+        verify = model.verify
+
+        def timed(tree: TokenTree, first: int = 0) -> HostLogits:
+            self.passes += 1
+            if tree.is_chain and model.length >= SHORT_CONTEXT:
+                self.tested.add((model.length > 256, tree.width))
+            return verify(tree, first)
+
+        monkeypatch.setattr(model, "verify", timed)
+        monkeypatch.setattr(bit_exactness, "now", lambda: self.passes / 1000)
+        monkeypatch.setattr(bit_exactness, "TRIAL_STEPS", 0)
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3])
+@pytest.mark.parametrize("deep", [False, True])
+def test_when_time_runs_out_only_tested_widths_are_used(
+    monkeypatch: pytest.MonkeyPatch, limit: float, deep: bool
+) -> None:
+    model = _DeepModel(lambda *_: 0, lambda *_: 0) if deep else _RoundingModel()
+    timed = _Timed(model, monkeypatch)
+    monkeypatch.setattr(bit_exactness, "TRIAL_SECONDS", limit)
+    classes = find_width_classes(model)
+    assert classes[0].widths == tuple(range(1, classes[0].max_width + 1))
+    # A few passes over all layers follow, which none of the widths can be used without.
+    assert timed.passes <= 1000 * limit + 20
+    compared = {width for width in classes[0].widths if width in WIDTHS_AGAIN or not deep}
+    for width in compared - {1}:
+        assert {(True, width), (False, width)} <= timed.tested
+    assert len(classes) == 1
+    least, most = {0.001: (1, 1), 0.06: (1, 2), 0.3: (17, 17)}.get(limit, (2, 17))
+    assert least <= classes[0].max_width <= most
+
+
+def test_widths_that_were_not_compared_before_time_ran_out_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the long context is finished, so a difference in the short one would not be found."""
+    model = _RoundingModel()
+    model._rounding = lambda width, _row, _tree: width > 4 and model.length < 256
+    _Timed(model, monkeypatch)
+    for limit in (0.05, 0.1, 0.12, 0.14, 0.16, 0.2, 0.5):
+        monkeypatch.setattr(bit_exactness, "TRIAL_SECONDS", limit)
+        for found in find_width_classes(model):
+            assert found.max_width <= 4
+
+
+def test_a_class_without_width_1_is_not_used_before_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _RoundingModel(lambda width, _row, _tree: width > 1)
+    _Timed(model, monkeypatch)
+    monkeypatch.setattr(bit_exactness, "TRIAL_SECONDS", 0.06)
+    assert _widths(model) == [(1,)]
 
 
 def test_without_any_agreement_in_the_last_layers_there_are_no_trees() -> None:
@@ -421,7 +480,7 @@ def test_the_first_layers_of_real_models_have_the_classes_of_all_layers(
 ) -> None:
     file = real_models / f"{name}.gguf"
     # Test all widths, even if other programs make the passes slow.
-    monkeypatch.setattr(bit_exactness, "LONG_TRIAL_SECONDS", float("inf"))
+    monkeypatch.setattr(bit_exactness, "TRIAL_SECONDS", float("inf"))
     monkeypatch.setattr(bit_exactness, "MAX_SHARE_OF_SINGLE_PASSES", float("inf"))
     model = load(str(file), name, LoadOptions(context_tokens=2048, repack=repack, exact=True))
     try:

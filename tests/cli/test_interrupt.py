@@ -174,6 +174,37 @@ def test_loading_is_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert shown == ("cancelled" if "--json" in command else "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("smollm2-mlx-8bit", marks=pytest.mark.real)])
+def test_the_trial_of_a_model_is_stopped_before_the_next_pass(
+    start: Start, request: pytest.FixtureRequest, name: str, number: signal.Signals
+) -> None:
+    code = (
+        "import time\n"
+        "from edgespec.loading.bit_exactness import _Trial\n"
+        "begin = _Trial._begin_pass\n"
+        "def slow(trial):\n"
+        "    begin(trial)\n"
+        "    if trial.done_passes == 5: print('testing', flush=True)\n"
+        "    if trial.done_passes >= 5: time.sleep(0.3)\n"  # the trial would take half a minute
+        "_Trial._begin_pass = slow\n"
+        "from edgespec.cli import main; main()\n"
+    )
+    is_gguf = name == "smollm2"
+    model = request.getfixturevalue(name) if is_gguf else request.getfixturevalue("real_models") / name
+    threads = ("--threads", "1") if is_gguf else ()
+    options = ("--target", str(model), "--draft", "none", "-n", "1", *threads)
+    process = start("generate", *options, "hi", code=code, trials=True)
+    read_some(process)
+    process.send_signal(number)
+    asked = time.monotonic()
+    stdout, stderr = ended(process)
+    assert time.monotonic() - asked < 5
+    assert process.returncode == 130
+    assert stdout == ""
+    assert stderr.endswith("interrupted: loading the model was cancelled\n")
+
+
 def test_asked_twice_it_ends_at_once(start: Start) -> None:
     code = (
         "import time, edgespec, sys\n"

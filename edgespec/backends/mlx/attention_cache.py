@@ -199,6 +199,18 @@ class AttentionCache:
         """Drop the cached keys and values from token position `length` onwards."""
         self.offset = min(self.offset, length)
 
+    def repeat(self, end: int) -> None:
+        """Append copies of all rows, with their original positions, until there are `end` rows.
+
+        The cache must have full attention.
+        """
+        indices = mx.arange(max(end, self.offset)) % self.offset
+        keys, values = (
+            tuple(mx.take(array, indices, axis=2) for array in rows) for rows in (self._keys, self._values)
+        )
+        # Assign all fields in one statement, so that an interrupt cannot leave them inconsistent.
+        self._keys, self._values, self.offset = keys, values, max(end, self.offset)
+
     def keep_path(self, round_start: int, path: list[int]) -> None:
         """Keep the keys and values of the tree nodes in `path`, and drop the tree's other nodes.
 

@@ -154,6 +154,12 @@ class LayerCaches:
             cache.offset = length
         self.length = length
 
+    def repeat(self, end: int) -> None:
+        """Append copies of the rows in every KV cache until it holds `end` tokens. See `truncatable`."""
+        for cache in self.attention:
+            cache.repeat(end)
+        self.length = max(self.length, end)
+
     def keep_path(self, round_start: int, path: list[int]) -> None:
         """Keep the cached rows of a token tree's accepted path, and drop those of its other nodes."""
         for cache in self.attention:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backends.mlx.model_skeleton import trace_one_token
+from edgespec.backends.mlx.model_skeleton import named_arrays, trace_one_token
 from edgespec.errors import CapabilityError
 from edgespec.model.hidden_states import POST_NORM, HiddenStateLog, OpenLogs
 
@@ -22,7 +22,12 @@ __all__ = [
     "SkippedLayer",
     "StateRecorder",
     "WatchedLayer",
+    "first_layers_of_each_kind",
 ]
+
+# Minimum number of layers in `first_layers_of_each_kind`. The value was chosen to include a layer without
+# rotary embeddings even if only every fourth has none, as in SmolLM3.
+_MIN_FIRST_LAYERS = 4
 
 
 class LayerProxy:
@@ -100,6 +105,30 @@ class LayerList:
     def replaced(self, layers: list[Any]) -> AbstractContextManager[None]:
         """Make the model run `layers` instead of its own layers inside the `with` block."""
         return _replaced(self._parent, self._name, layers)
+
+
+def first_layers_of_each_kind(model: Any) -> int:
+    """Return how many leading layers cover every type and shape of weight in a model's layers.
+
+    Returns:
+        The number of layers, or 0 if it would exceed half of the model's layers.
+
+    Raises:
+        CapabilityError: The model does not store its layers in a single list.
+    """
+    kinds = [_layer_kind(layer) for layer in LayerList(model).layers]
+    count = max(_MIN_FIRST_LAYERS, *(kinds.index(kind) + 1 for kind in kinds))
+    return count if 2 * count <= len(kinds) else 0
+
+
+def _layer_kind(layer: Any) -> tuple[Any, ...]:
+    """Return a layer's types of modules, and the types and shapes of their weights."""
+    modules = [
+        (name, type(module), getattr(module, "bits", 0), getattr(module, "group_size", 0))
+        for name, module in layer.named_modules()
+    ]
+    weights = [(name, array.dtype, array.shape) for name, array in named_arrays(layer.parameters())]
+    return (*sorted(modules, key=lambda module: module[0]), *sorted(weights, key=lambda weight: weight[0]))
 
 
 class Body:

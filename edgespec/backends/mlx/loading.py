@@ -97,7 +97,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     model = (SpreadModel if placement else MlxModel)(loaded, probed_facts, vocabulary, options)
     try:
         try:
-            result = probe(model)
+            result = probe(model, progress)
         except ModelFileError as error:
             if options.kv_type == "auto":
                 raise

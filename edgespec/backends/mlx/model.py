@@ -13,7 +13,12 @@ import numpy as np
 
 from edgespec.backends.mlx.evaluation import release_thread_state, reuse_stream
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, deserialize_caches, serialize_caches
-from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList, StateRecorder
+from edgespec.backends.mlx.layers import (
+    HiddenStateHooks,
+    LayerList,
+    StateRecorder,
+    first_layers_of_each_kind,
+)
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import (
@@ -138,6 +143,25 @@ class MlxModel(BaseModel, HiddenStateSource):
     def truncate(self, length: int) -> None:
         self._check(0)
         self._runner.truncate(length)
+
+    def repeat_cached(self, end: int) -> bool:
+        self._check(0)
+        if not (self.length and self.caches.truncatable):
+            return False
+        self._runner.repeat(end)
+        return True
+
+    def run_first_layers(self, enabled: bool) -> bool:
+        self._check(0)
+        # The probe has shown that models with early exit can skip their upper layers.
+        can_run = (
+            enabled
+            and self.caches.truncatable
+            and EarlyExit.method in self.facts.capabilities.self_draft_methods
+        )
+        count = first_layers_of_each_kind(self._net) if can_run else 0
+        self._runner.run_first_layers(count)
+        return count > 0
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
@@ -318,6 +342,11 @@ class SpreadModel(MlxModel):
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
         """Do nothing. See `run_ahead`."""
+
+    def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
+        """Return False, because the workers' caches cannot be copied."""
+        self._check(0)
+        return False
 
     def snapshot(self, start: int = 0, end: int | None = None) -> NoReturn:  # noqa: ARG002
         raise CapabilityError(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgespec.backends.mlx.attention_cache import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
-from edgespec.backends.mlx.layers import StateRecorder
+from edgespec.backends.mlx.layers import LayerList, StateRecorder
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
 from edgespec.engine.tree import TokenTree, TreeBuilder
@@ -86,6 +86,8 @@ class PassRunner:
         self._prelaunched: _PrelaunchedPass | None = None
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
+        # The model's layers if passes run only the first of them. See `run_first_layers`.
+        self._all_layers: list[Any] | None = None
         self._closed = False
 
     @property
@@ -99,6 +101,8 @@ class PassRunner:
         self.caches.length += tokens.size
         if tokens.size > 1:
             self.caches.detach_states()
+        if self._all_layers is not None:
+            self.caches.set_offset(self.caches.length)
         return rows.astype(mx.float32)
 
     def _forward_recorded(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
@@ -251,6 +255,28 @@ class PassRunner:
                 self.caches.set_offset(self.length + len(kept))
             self.committed = self.caches.checkpoint()
         self._round, self._round_states = TreeBuilder(), []
+
+    def repeat(self, end: int) -> None:
+        """Append copies of all cached tokens until the caches hold `end` tokens.
+
+        The caches must be truncatable.
+        """
+        self.end_round()
+        self.caches.repeat(end)
+        evaluate(*self.caches.arrays)
+        self.committed = self.caches.checkpoint()
+
+    def run_first_layers(self, count: int) -> None:
+        """Clear the caches, and make later passes skip all but the first `count` layers, or none if 0."""
+        self.end_round()
+        self.clear()
+        if self._all_layers is not None:
+            LayerList(self._net).replace(self._all_layers)
+            self._all_layers = None
+        if count:
+            layers = LayerList(self._net)
+            self._all_layers = layers.layers
+            layers.replace(layers.without(range(count, len(layers.layers))))
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
         """Roll back to a checkpoint whose tokens are all still cached. Hidden-state logs are kept."""

@@ -18,8 +18,8 @@ from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import PartialDraft
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import EdgespecError, ModelFileError, WorkerLostError
-from edgespec.model.base import EarlyExit, LowBit
+from edgespec.errors import CancelledError, EdgespecError, ModelFileError, WorkerLostError
+from edgespec.model.base import EarlyExit, LowBit, Progress
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.registry import format_of
 
@@ -52,17 +52,26 @@ class ProbeResult(NamedTuple):
     unavailable_self_drafts: dict[str, str]
 
 
-def probe(model: MlxModel) -> ProbeResult:
+def probe(model: MlxModel, progress: Progress | None = None) -> ProbeResult:
     """Test all of a model's capabilities. The cache must be empty, and is empty again afterwards.
 
+    Args:
+        model: The model.
+        progress: Called between passes. Returning False cancels the test.
+
     Raises:
+        CancelledError: `progress` returned False.
         ModelFileError: The model cannot run single-token passes, or its logits are not finite.
         WorkerLostError: A worker was lost.
     """
     tokens = [(37 * i + 11) % model.vocabulary.size for i in range(PROBE_TOKENS)]
     try:
-        steps = np.stack([_step(model, token) for token in tokens])
-    except WorkerLostError:
+        rows = []
+        for token in tokens:
+            _check_progress(model, progress)
+            rows.append(_step(model, token))
+        steps = np.stack(rows)
+    except (WorkerLostError, CancelledError):
         raise
     except EdgespecError as error:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
@@ -73,7 +82,7 @@ def probe(model: MlxModel) -> ProbeResult:
     caches = model.caches
     kv_bytes_for, recurrent = caches.bytes_by_context(), bool(caches.recurrent)
     model.truncate(0)
-    checks = _Checks(model, tokens, steps)
+    checks = _Checks(model, tokens, steps, progress)
     problem = f"the model's {caches.unsupported_kinds} cannot roll back exactly" if caches.unsupported else ""
     for check in (checks.wide_pass, checks.replay if recurrent else checks.rollback):
         problem = problem or checks.find_problem(check)
@@ -117,6 +126,12 @@ def probe(model: MlxModel) -> ProbeResult:
     return ProbeResult(capabilities, rollback, recurrent and not problem, kv_bytes_for, unavailable)
 
 
+def _check_progress(model: MlxModel, progress: Progress | None) -> None:
+    # The weights are loaded, and only a few passes remain.
+    if progress and not progress(f"loading {model.facts.name}", 1.0):
+        raise CancelledError(f"loading {model.facts.name} was cancelled")
+
+
 def _step(model: MlxModel, token: int) -> NDArray[np.float64]:
     logits = model.verify(TokenTree.chain(token))
     row = logits.at(0, np.arange(model.vocabulary.size))
@@ -132,8 +147,11 @@ class _Checks:
             trees.
     """
 
-    def __init__(self, model: MlxModel, tokens: list[int], steps: NDArray[np.float64]) -> None:
+    def __init__(
+        self, model: MlxModel, tokens: list[int], steps: NDArray[np.float64], progress: Progress | None
+    ) -> None:
         self._model = model
+        self._progress = progress
         self._tokens = tokens
         # Expected logits [tokens, vocab], computed one token at a time.
         self._steps = steps
@@ -144,7 +162,7 @@ class _Checks:
         self._model.truncate(0)
         try:
             return check()
-        except WorkerLostError:
+        except (WorkerLostError, CancelledError):
             raise
         except EdgespecError as error:
             return error.what
@@ -220,6 +238,7 @@ class _Checks:
         model.truncate(0)
         model.prefill(self._tokens[:2])
         for end in (1, 2, 3):
+            _check_progress(model, self._progress)
             model.draft(partial_model, self._tree([2, 3, 6][:end], range(-1, 2)), end - 1)
         problem = self._differs(subject, self._chain(2, 3, 4), [2, 3, 4])
         model.commit((1, 2))
@@ -235,6 +254,7 @@ class _Checks:
         return problem or self._differs(subject, self._chain(6), [6])
 
     def _chain(self, *indices: int) -> DeviceLogits:
+        _check_progress(self._model, self._progress)
         return self._model.verify(self._tree(indices, range(-1, len(indices))))
 
     def _tree(self, indices: Sequence[int], parents: Sequence[int]) -> TokenTree:
