@@ -26,7 +26,7 @@ from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
 from edgespec.constraints.compiler import ConstraintCompiler
 from edgespec.constraints.matcher import Constraint
-from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.drafter_set import DrafterSet, ReplyKind
 from edgespec.decode.reply import MethodReport, Reply, exactness_for
 from edgespec.decode.request import (
     ReplySettings,
@@ -132,7 +132,7 @@ class Runtime(Replies[ReplyStream]):
         self._default_settings = ReplySettings.defaults(target.facts, self._defaults)
         self._record, self._mapped = record, mapped
         self.vocabulary: Vocabulary = target.vocabulary
-        self.method: MethodReport = first.drafters.report(defaults["method"])
+        self.method: MethodReport = first.drafters.resolve(defaults["method"]).report
         source, vocabulary = self.vocabulary.chat_template, self.vocabulary
         template = ChatTemplate(source, vocabulary.bos_text, vocabulary.eos_text) if source else None
         self._prompts = MessagePrompts(
@@ -237,7 +237,7 @@ class Runtime(Replies[ReplyStream]):
 
     def method_for(self, method: str) -> MethodReport:
         """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
-        return self._session.drafters.report(method)
+        return self._session.drafters.resolve(method).report
 
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
@@ -270,13 +270,13 @@ class Runtime(Replies[ReplyStream]):
             OptionError: The method is unknown or unavailable.
         """
         defaults = self._default_settings
-        # A reply may be in progress, so do not call `DrafterSet.choose`, which can run the draft model.
-        drafters, method = self._session.drafters, defaults.method if method is None else method
-        chooses_length = drafters.chooses_length(method)
+        drafters = self._session.drafters
+        resolved = drafters.resolve(defaults.method if method is None else method)
+        chooses_length = drafters.chooses_length(resolved)
         sampling = {name: getattr(defaults.params, name) for name in self.recommended_sampling}
         return ReplyArguments(
             **cast(ReplyArguments, sampling),
-            method=drafters.report(method).requested,
+            method=resolved.report.requested,
             acceptance=defaults.acceptance,
             max_tokens=default_max_tokens(self.context_tokens),
             draft_length=0 if chooses_length is None else defaults.max_draft_length(chooses_length),
@@ -293,7 +293,8 @@ class Runtime(Replies[ReplyStream]):
         settings = self._default_settings.with_options(
             given, self._session.target.facts, self.context_tokens, prompt_logprobs
         )
-        self._session.drafters.check(settings.method, limited=settings.max_loss is not None)
+        # Check the method now. The prompt and its tools also affect which drafters it uses.
+        self._session.drafters.resolve(settings.method, ReplyKind(limited=settings.max_loss is not None))
         return ReplyRequest(prompt, settings, progress, tuple(processors), on_end)
 
     def submit(self, request: ReplyRequest) -> ReplyStream:
@@ -536,9 +537,11 @@ class Runtime(Replies[ReplyStream]):
             if request.on_end:
                 request.on_end(reply)
 
+        kind = ReplyKind(settings.constraint is not None, settings.max_loss is not None, bool(images))
+        method = self._session.drafters.resolve(settings.method, kind)
         return ReplyStream(
             self._sessions,
-            Request(tuple(tokens), settings, processors, images),
+            Request(tuple(tokens), settings, method, processors, images),
             record,
             request.progress,
             reply_start,

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from edgespec.constraints.matcher import Constraint, constraint_from
-from edgespec.decode.drafter_set import ReplyKind
+from edgespec.decode.drafter_set import ResolvedMethod
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
@@ -147,21 +147,16 @@ class Request:
     Attributes:
         tokens: The prompt's tokens.
         settings: The reply's options.
+        method: The drafters that the reply uses.
         processors: The logits processors of the constraint and of the caller.
         images: The images in the prompt.
     """
 
     tokens: tuple[int, ...]
     settings: ReplySettings
+    method: ResolvedMethod
     processors: tuple[LogitsProcessor, ...] = ()
     images: tuple[PreparedImage, ...] = ()
-
-    @property
-    def kind(self) -> ReplyKind:
-        settings = self.settings
-        return ReplyKind(
-            settings.constraint is not None, settings.max_loss is not None, has_images=bool(self.images)
-        )
 
 
 def checked_tokens(tokens: Sequence[int], facts: ModelFacts) -> tuple[int, ...]:

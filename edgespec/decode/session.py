@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.decode.drafter_set import ANY_REPLY, DrafterSet, ReplyKind
+from edgespec.decode.drafter_set import DrafterSet, ResolvedMethod
 from edgespec.decode.idle import IdleWorker, drafters_with_idle_work
 from edgespec.decode.reply import MethodReport
 from edgespec.decode.request import Request
@@ -43,8 +43,8 @@ from edgespec.system.checks import check_process
 
 __all__ = ["Session", "SessionModels", "SessionPool", "measure_target_step"]
 
-# Number of target passes between updates of the drafting statistics. Updating them after every pass would
-# slow down small models.
+# Number of target passes between reports on the drafting. Reporting after every pass would slow down small
+# models.
 _PASSES_PER_REPORT = 8
 # Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
@@ -201,6 +201,9 @@ class Session:
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
+        # The method and the drafter of the current or last reply.
+        self._method: ResolvedMethod | None = None
+        self._drafter: Drafter | None = None
         # The last reply's drafters that have work to do between replies.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = target_step_seconds or measure_target_step(target)
@@ -236,6 +239,7 @@ class Session:
         is_stop: Callable[[int], bool],
         is_cancelled: Callable[[], bool],
         stats: Stats,
+        publish: Callable[[MethodReport], None],
         progress: Progress | None = None,
     ) -> Iterator[Step]:
         """Prefill the prompt, then decode, yielding the steps of the reply. Fetch them with `next_step`.
@@ -245,6 +249,7 @@ class Session:
             is_stop: Called with every emitted token. Returns True if the reply ends with this token.
             is_cancelled: Called between target passes.
             stats: Statistics to update.
+            publish: Called every few target passes, and at the end, with a new report on the drafting.
             progress: Called during prefill.
         """
 
@@ -253,10 +258,11 @@ class Session:
 
         settings = request.settings
         try:
-            drafter, _ = self.drafters.choose(settings.method, request.kind)
+            drafter = self.drafters.choose(request.method)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
+        self._method, self._drafter = request.method, drafter
         if isinstance(drafter, AutoController):
             drafter.limit_loss(settings.max_loss)
         # The target cache keeps a reference to this list, so the reply's tokens are appended to it in place.
@@ -298,7 +304,13 @@ class Session:
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             ended = step.finish_reason is not None
-            self._update_stats(drafter, stats, ended=ended)
+            if stats.worst_case_loss is None:
+                stats.target_step_seconds = self.target_step_seconds
+            stats.busy_passes += self.target.threads < self.target.max_threads
+            if ended or stats.target_passes % _PASSES_PER_REPORT == 1:
+                self._report_drafting(drafter, stats, publish)
+            if drafter and ended:
+                _count_draft_memory(stats, drafter)
             yield step
             if self.context.needs_room and not (ended or must_stop()):
                 stats.growth_seconds += self.context.make_room()
@@ -321,8 +333,7 @@ class Session:
             drafter.begin(text_tokens(tokens) if request.images else tokens)
             _count_draft_memory(stats, drafter)
             self._idle_drafters = drafters_with_idle_work(drafter)
-        chained = self.drafters.chain_model(request.settings.method, limited=request.kind.limited)
-        self.target.pipeline_with(chained)
+        self.target.pipeline_with(self.drafters.chain_model(request.method))
         return first_logits
 
     def _decode(
@@ -361,23 +372,16 @@ class Session:
             logprobs=settings.logprobs,
         )
 
-    def _update_stats(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
-        """Update the reply's statistics after a step.
-
-        Drafting statistics are updated every few passes and at the end of the reply.
-        """
-        if stats.worst_case_loss is None:
-            stats.target_step_seconds = self.target_step_seconds
-        stats.busy_passes += self.target.threads < self.target.max_threads
-        reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
-        if reports:
-            stats.threads = self.target.threads
-        if reports and isinstance(drafter, AutoController):
-            report = drafter.report()
-            stats.target_step_seconds = report.target_step_seconds
-            stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
-        if drafter and ended:
-            _count_draft_memory(stats, drafter)
+    def _report_drafting(
+        self, drafter: Drafter | None, stats: Stats, publish: Callable[[MethodReport], None]
+    ) -> None:
+        """Update the statistics that depend on the drafting, and publish a report on it."""
+        stats.threads = self.target.threads
+        if isinstance(drafter, AutoController):
+            stats.target_step_seconds = drafter.target_step_seconds
+            stats.ledger_credit_seconds = drafter.loss_tracker.credit_seconds
+            stats.worst_case_loss = drafter.loss_tracker.max_loss
+        publish(self.report())
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
         """Return the next step, or None when the reply has ended. The last step contains the finish reason.
@@ -487,9 +491,13 @@ class Session:
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
-        """Return the report on the current or last reply of this kind. See `DrafterSet.choose`."""
-        drafter, report = self.drafters.choose(method, kind)
+    def report(self) -> MethodReport:
+        """Return a report on the drafting of the current or last reply. There must have been one.
+
+        Call this in the thread that runs the models. Other threads read the reports that `steps` publishes.
+        """
+        assert self._method is not None
+        drafter, report = self._drafter, self._method.report
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
