@@ -355,7 +355,7 @@ class Runtime(Replies[ReplyStream]):
         prompts = self._prompt_builder()
 
         def remember(reply: Reply | None) -> None:
-            if reply and not self._session.closed:
+            if reply and not self._session.is_closing:
                 prompts.remember(built, reply.tokens)
             if on_end:
                 on_end(reply)
@@ -504,7 +504,7 @@ class Runtime(Replies[ReplyStream]):
             calls_tool: Whether the constraint is a grammar for tool calls.
             images: The images in the prompt.
         """
-        if self._session.closed:
+        if self._session.is_closing:
             raise ClosedError("the model is closed", "load the model again")
         if self._mapped:
             self._mapped.check()

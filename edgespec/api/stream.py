@@ -74,7 +74,8 @@ class ReplyStream:
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
-        self.method: MethodReport = request.method.report
+        # The last report on the drafting, and the same with a note on adapters.
+        self._report = self.method = request.method.report
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
@@ -181,10 +182,10 @@ class ReplyStream:
                     is_stop=self._text.feed,
                     is_cancelled=self._cancelled.is_set,
                     stats=self.stats,
-                    publish=self._publish,
                     progress=self._progress,
                 )
             step = self._session.next_step(self._steps)
+            self._publish(self._session.published_report)
             if step is None:
                 rest = self._text.finish()
                 parts = self._splitter.finish(rest.text, cut=self._is_cut)
@@ -203,9 +204,11 @@ class ReplyStream:
             raise
 
     def _publish(self, report: MethodReport) -> None:
-        """Replace `method`, so that other threads can read it. Called by the thread that runs the models."""
-        notes = self._adapter_note(report), report.note
-        self.method = replace(report, note=" · ".join(filter(None, notes)))
+        """Replace `method` if there is a new report."""
+        if report is not self._report:
+            self._report = report
+            notes = self._adapter_note(report), report.note
+            self.method = replace(report, note=" · ".join(filter(None, notes)))
 
     def _adapter_note(self, report: MethodReport) -> str:
         """Return a note on the acceptance rate of a draft model that runs without the target's adapters."""

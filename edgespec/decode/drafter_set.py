@@ -171,7 +171,9 @@ class DrafterSet:
         if not names:
             return None
         if self._auto_config and method.is_controlled:
-            return self._controlled(self._auto_config, names)
+            if names not in self._controllers:
+                self._controllers[names] = self._new_controller(self._auto_config, names)
+            return self._controllers[names]
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names)
 
     def chooses_length(self, method: ResolvedMethod) -> bool | None:
@@ -238,28 +240,26 @@ class DrafterSet:
             chosen = [*[each for each in usable if each.auto == "fallback"][:1], *chosen]
         return tuple(each.name for each in chosen)
 
-    def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
-        if names not in self._controllers:
-            for name in names:
-                self._drafters[name].warm_up()
-            costs, loss_tracker = config.costs, LossTracker(config.limits)
-            combined = CombinedDrafter(
-                [self._with_adaptive_length(self._drafters[name], config) for name in names],
-                limits=PassLimits.of(self._target.capabilities),
-                v=costs.v,
-                allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
-                exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
-            )
-            self._controllers[names] = AutoController(
-                combined,
-                loss_tracker,
-                costs,
-                text_kind=self._text_kind,
-                run_ahead=self._model.run_ahead,
-                count_threads=lambda: self._model.threads,
-                statistics_key=config.statistics_key("+".join(names)),
-            )
-        return self._controllers[names]
+    def _new_controller(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
+        for name in names:
+            self._drafters[name].warm_up()
+        costs, loss_tracker = config.costs, LossTracker(config.limits)
+        combined = CombinedDrafter(
+            [self._with_adaptive_length(self._drafters[name], config) for name in names],
+            limits=PassLimits.of(self._target.capabilities),
+            v=costs.v,
+            allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
+            exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
+        )
+        return AutoController(
+            combined,
+            loss_tracker,
+            costs,
+            text_kind=self._text_kind,
+            run_ahead=self._model.run_ahead,
+            count_threads=lambda: self._model.threads,
+            statistics_key=config.statistics_key("+".join(names)),
+        )
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
         pieces = map(self._model.vocabulary.piece, tokens[-TEXT_KIND_TOKENS:])

@@ -17,8 +17,8 @@ from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
 from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
-from edgespec.options.reply_options import CONSTRAINT_NAMES
-from edgespec.options.settings import REPLY_OPTIONS, ReplyArguments, check_names
+from edgespec.options.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS, ReplyArguments
+from edgespec.options.option import check_names
 
 __all__ = [
     "ReplySettings",
@@ -127,8 +127,9 @@ class ReplySettings:
                 changes[name] = 0
             elif name not in sampling and (checked := REPLY_OPTIONS[name].check(name, value)) is not None:
                 changes[name] = checked
-        if constraint := constraint_from({name: changes.pop(name, None) for name in CONSTRAINT_NAMES}):
-            changes["constraint"] = constraint
+        constraints = {name: changes.pop(name) for name in CONSTRAINT_NAMES if name in changes}
+        if constraints:
+            changes["constraint"] = constraint_from(constraints)
         if prompt_logprobs is not None:
             changes["prompt_logprobs"] = REPLY_OPTIONS["logprobs"].check("prompt_logprobs", prompt_logprobs)
         if "adapter_scales" in changes:

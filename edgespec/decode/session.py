@@ -167,6 +167,8 @@ class Session:
         context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
         unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
+        is_closing: Whether `close` has been called.
+        published_report: The latest report on the drafting of the current or last reply.
         ended_at: When the last reply ended, or 0 if there was none.
         target_step_seconds: Moving average of the time for a single-token pass of the target.
     """
@@ -196,11 +198,14 @@ class Session:
         # Callbacks that end the replies of garbage-collected streams.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
-        self._closing = self._closed = False
+        self.is_closing = self._closed = False
+        # Whether the models have been interrupted.
+        self._is_interrupted = False
         # The thread that last read a reply. At exit, MLX models must be closed in this thread.
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
+        self.published_report = MethodReport("none", "none", "there was no reply yet")
         # The method and the drafter of the current or last reply.
         self._method: ResolvedMethod | None = None
         self._drafter: Drafter | None = None
@@ -214,10 +219,6 @@ class Session:
         heads = [head.state for head in drafters.heads]
         self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure, heads)
         _open_sessions.add(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._closing
 
     @property
     def is_busy(self) -> bool:
@@ -239,17 +240,17 @@ class Session:
         is_stop: Callable[[int], bool],
         is_cancelled: Callable[[], bool],
         stats: Stats,
-        publish: Callable[[MethodReport], None],
         progress: Progress | None = None,
     ) -> Iterator[Step]:
         """Prefill the prompt, then decode, yielding the steps of the reply. Fetch them with `next_step`.
+
+        Replaces `published_report` every few target passes and at the end.
 
         Args:
             request: The request that was passed to `start`. Its prompt must fit in the context.
             is_stop: Called with every emitted token. Returns True if the reply ends with this token.
             is_cancelled: Called between target passes.
             stats: Statistics to update.
-            publish: Called every few target passes, and at the end, with a new report on the drafting.
             progress: Called during prefill.
         """
 
@@ -257,6 +258,7 @@ class Session:
             return self._stopping or is_cancelled()
 
         settings = request.settings
+        self.published_report = request.method.report
         try:
             drafter = self.drafters.choose(request.method)
         except CancelledError:
@@ -308,7 +310,7 @@ class Session:
                 stats.target_step_seconds = self.target_step_seconds
             stats.busy_passes += self.target.threads < self.target.max_threads
             if ended or stats.target_passes % _PASSES_PER_REPORT == 1:
-                self._report_drafting(drafter, stats, publish)
+                self._report_drafting(drafter, stats)
             if drafter and ended:
                 _count_draft_memory(stats, drafter)
             yield step
@@ -372,16 +374,14 @@ class Session:
             logprobs=settings.logprobs,
         )
 
-    def _report_drafting(
-        self, drafter: Drafter | None, stats: Stats, publish: Callable[[MethodReport], None]
-    ) -> None:
+    def _report_drafting(self, drafter: Drafter | None, stats: Stats) -> None:
         """Update the statistics that depend on the drafting, and publish a report on it."""
         stats.threads = self.target.threads
         if isinstance(drafter, AutoController):
             stats.target_step_seconds = drafter.target_step_seconds
             stats.ledger_credit_seconds = drafter.loss_tracker.credit_seconds
             stats.worst_case_loss = drafter.loss_tracker.max_loss
-        publish(self.report())
+        self.published_report = self.report()
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
         """Return the next step, or None when the reply has ended. The last step contains the finish reason.
@@ -393,7 +393,7 @@ class Session:
         check_process(self.process_id)
         self._reader = threading.current_thread()
         with self._compute_lock:
-            if not self._closing:
+            if not self.is_closing:
                 return next(steps, None)
         self.close()
         self._closed_by_reader.set()
@@ -463,15 +463,16 @@ class Session:
             gc.collect()
         self._end_abandoned()
         with self._state_lock:
-            if self._closing:
+            if self.is_closing:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._active_request is not None:
                 raise BusyError(
                     "another reply is still being generated", "wait for it, cancel it, or use a RequestQueue"
                 )
             self._idle_worker.stop()
-            # While the last reply was ending, a signal handler may have cancelled it.
-            self._interrupt(False)
+            if self._is_interrupted:
+                # A signal handler cancelled the last reply while it was ending.
+                self._interrupt(False)
             self._stopping, self._active_request = False, request
 
     def _end(self, request: object) -> None:
@@ -483,7 +484,7 @@ class Session:
             self._target_cache.sync_length()
             self._interrupt(False)
         self._active_request, self.ended_at = None, now()
-        if not self._closing and (
+        if not self.is_closing and (
             self._idle_drafters
             or self._target_cache.saves_to_disk
             or self._target_cache.has_reply_to_read
@@ -494,7 +495,7 @@ class Session:
     def report(self) -> MethodReport:
         """Return a report on the drafting of the current or last reply. There must have been one.
 
-        Call this in the thread that runs the models. Other threads read the reports that `steps` publishes.
+        Call this in the thread that runs the models. Other threads read `published_report`.
         """
         assert self._method is not None
         drafter, report = self._drafter, self._method.report
@@ -589,7 +590,7 @@ class Session:
                 return
             succeeded = self._idle_worker.run_drafters(
                 self._idle_drafters,
-                lambda: not self._closing and self._active_request is None and should_continue(),
+                lambda: not self.is_closing and self._active_request is None and should_continue(),
             )
             if self._closed:
                 return
@@ -602,7 +603,7 @@ class Session:
         with self._compute_lock:
             if not self._closed and self._active_request is None:
                 self._target_cache.read_reply(
-                    lambda: not self._closing and self._active_request is None and should_continue()
+                    lambda: not self.is_closing and self._active_request is None and should_continue()
                 )
 
     def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
@@ -618,7 +619,7 @@ class Session:
             # Save cached prefixes to disk before they are removed from memory.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
-            if should_continue() and not self._closing and self._active_request is None:
+            if should_continue() and not self.is_closing and self._active_request is None:
                 self._target_cache.reclaim_idle()
         return self.memory_pressure.can_reclaim
 
@@ -642,7 +643,7 @@ class Session:
         if self._is_forked:
             return
         with self._state_lock:
-            self._closing = True
+            self.is_closing = True
         self.cancel()
         with self._compute_lock, self._state_lock:
             if not self._closed:
@@ -667,12 +668,14 @@ class Session:
             return
         reader = self._reader
         if self._active_request and reader is not threading.current_thread() and reader.is_alive():
-            self._closing = True
+            self.is_closing = True
             self.cancel()
             self._closed_by_reader.wait(_EXIT_SECONDS)
         self.close()
 
     def _interrupt(self, interrupted: bool) -> None:
+        # Set this first, because a signal handler can cancel the reply between the calls.
+        self._is_interrupted = interrupted
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
 
