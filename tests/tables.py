@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.api.runtime import Runtime
-from edgespec.decode.drafter_set import ANY_REPLY, DrafterSet, ReplyKind
+from edgespec.decode.drafter_set import ANY_REPLY, DrafterSet, ReplyKind, ResolvedMethod
 from edgespec.decode.reply import MethodReport
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
@@ -92,19 +92,17 @@ class Chosen(DrafterSet):
         super().__init__(target)
         self._drafter = drafter
 
-    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
+    def resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> ResolvedMethod:
         if method == "none":
-            return MethodReport(method, "none", "asked for")
-        return MethodReport(method, self._drafter.name, "the only one")
+            return ResolvedMethod((), False, MethodReport(method, "none", "asked for"))
+        name = self._drafter.name
+        return ResolvedMethod((name,), False, MethodReport(method, name, "the only one"))
 
-    def choose(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[Drafter | None, MethodReport]:
-        return None if method == "none" else self._drafter, self.report(method)
+    def choose(self, method: ResolvedMethod) -> Drafter | None:
+        return self._drafter if method.names else None
 
-    def chooses_length(self, method: str) -> bool | None:
-        return None if method == "none" else self._drafter.chooses_length
-
-    def check(self, method: str, *, limited: bool = False) -> None:
-        pass
+    def chooses_length(self, method: ResolvedMethod) -> bool | None:
+        return self._drafter.chooses_length if method.names else None
 
     def interrupt(self, enabled: bool) -> None:
         self._drafter.interrupt(enabled)

@@ -5,45 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Generic, Protocol
-
-from typing_extensions import TypeVar
+from typing import Any, Protocol
 
 from edgespec.api.stream import ReplyStream
 from edgespec.attachments.reading import ImageSource, as_image
-from edgespec.chat.message import Message, PlacedImage, Role, reply_message
+from edgespec.chat.message import Message, PlacedImage, reply_message
 from edgespec.chat.prompt import ContextFull
-from edgespec.chat.reply_start import text_to_continue
+from edgespec.chat.reply_start import messages_to_answer
 from edgespec.decode.reply import Reply
 from edgespec.errors import OptionError, TemplateError
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "message_of", "with_system"]
 
 
-class _Stream(Protocol):
-    """The reply-stream attributes that `Chat` uses."""
-
-    prompt_tokens: int
-    dropped_messages: int
-    reply_start: str
-
-    def wait(self) -> Reply: ...
-
-
-_StreamT = TypeVar("_StreamT", bound=_Stream, default=ReplyStream)
-_StreamT_co = TypeVar("_StreamT_co", bound=_Stream, default=ReplyStream, covariant=True)
-
-
-class _MessageRuntime(Protocol[_StreamT_co]):
+class _Runtime(Protocol):
     """The `Runtime` methods that `Chat` uses."""
 
     def count_tokens(self, messages: Sequence[Message]) -> int: ...
 
     @property
-    def stream_messages(self) -> Callable[..., _StreamT_co]: ...
+    def stream_messages(self) -> Callable[..., ReplyStream]: ...
 
 
-class Chat(Generic[_StreamT]):
+class Chat:
     """A conversation with a loaded model. Created by `Runtime.chat`.
 
     Attributes:
@@ -55,7 +39,7 @@ class Chat(Generic[_StreamT]):
 
     def __init__(
         self,
-        runtime: _MessageRuntime[_StreamT],
+        runtime: _Runtime,
         system: str | None = None,
         messages: Sequence[Message] = (),
         context_full: ContextFull = "slide",
@@ -77,10 +61,10 @@ class Chat(Generic[_StreamT]):
         """
         if self._used_tokens is None:
             with suppress(TemplateError):
-                return self._runtime.count_tokens(self._with_system(self.messages))
+                return self._runtime.count_tokens(with_system(self.system, self.messages))
         return self._used_tokens or 0
 
-    def stream(self, text: str, images: Sequence[ImageSource] = (), **options: Any) -> _StreamT:
+    def stream(self, text: str, images: Sequence[ImageSource] = (), **options: Any) -> ReplyStream:
         """Send a message and stream the reply.
 
         The reply is appended to `messages` when it ends. If it is cancelled, the text generated so far is
@@ -105,15 +89,15 @@ class Chat(Generic[_StreamT]):
         """Send a message and return the finished reply. Takes the same arguments as `stream`."""
         return self.stream(text, **options).wait()
 
-    def regenerate(self, **options: Any) -> _StreamT:
+    def regenerate(self, **options: Any) -> ReplyStream:
         """Generate a new reply to the last user message. Raises OptionError if there is no user message."""
-        return self._answer(self.messages[: self._last_index("user") + 1], options)
+        return self._answer(self.messages[: self._last_user_index() + 1], options)
 
-    def edit_last(self, text: str, **options: Any) -> _StreamT:
+    def edit_last(self, text: str, **options: Any) -> ReplyStream:
         """Replace the last user message and generate a reply to it. Raises OptionError if there is none."""
-        return self._answer([*self.messages[: self._last_index("user")], Message("user", text)], options)
+        return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
 
-    def continue_reply(self, **options: Any) -> _StreamT:
+    def continue_reply(self, **options: Any) -> ReplyStream:
         """Continue the last reply where it stopped, or answer the last message if it has no reply yet.
 
         Use this for a reply that was interrupted or reached its maximum length. The stream yields only the
@@ -129,24 +113,23 @@ class Chat(Generic[_StreamT]):
             OptionError: There is no message, or an option is unknown or has an invalid value.
             TemplateError: The chat template rejects the conversation.
         """
-        last = self._last_index("user", "tool")
-        reply_start = text_to_continue(self.messages[last + 1 :])
-        return self._answer(self.messages[: last + 1], options, reply_start)
+        messages, reply_start = messages_to_answer(self.messages)
+        return self._answer(messages, options, reply_start)
 
     def clear(self) -> None:
         """Remove all messages except the system prompt."""
         self.messages = []
         self.dropped_messages = self._used_tokens = 0
 
-    def _last_index(self, *roles: Role) -> int:
+    def _last_user_index(self) -> int:
         for i in range(len(self.messages) - 1, -1, -1):
-            if self.messages[i].role in roles:
+            if self.messages[i].role == "user":
                 return i
         raise OptionError(
             "there is no user message to answer", "send a message first", code="messages_invalid"
         )
 
-    def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> _StreamT:
+    def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> ReplyStream:
         before = self.messages, self.dropped_messages, self._used_tokens
 
         def on_end(reply: Reply | None) -> None:
@@ -155,11 +138,11 @@ class Chat(Generic[_StreamT]):
             ):
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
-                self.messages = [*messages, _reply_message(written_before, reply)]
+                self.messages = [*messages, message_of(reply, written_before)]
                 self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(
-            self._with_system(messages),
+            with_system(self.system, messages),
             reply_start=reply_start,
             context_full=self._context_full,
             on_end=on_end,
@@ -171,11 +154,13 @@ class Chat(Generic[_StreamT]):
         self._used_tokens = prompt_tokens
         return stream
 
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
-        return [*([Message("system", self.system)] if self.system else []), *messages]
+
+def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of a conversation, preceded by its system prompt if it has one."""
+    return [*([Message("system", system)] if system else []), *messages]
 
 
-def _reply_message(written_before: str, reply: Reply) -> Message:
+def message_of(reply: Reply, written_before: str = "") -> Message:
     """Return the message for a reply that continues the text in `written_before`.
 
     If the reply ended early, its tool calls may be incomplete, so they are kept as text that the model can

@@ -159,7 +159,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             undo.callback(drafters.close)
             for method in drafting.methods:
                 # Report a missing drafter now rather than at the first reply.
-                drafters.choose(method)
+                drafters.choose(drafters.resolve(method))
             session_models.append(SessionModels(each, draft.model if draft else None, drafters))
         planned = _with_loaded_copies(planned, drafters.names)
         entry = pair.target.entry

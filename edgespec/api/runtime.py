@@ -16,17 +16,16 @@ from edgespec.api.embedding import Embedding, tokenize_texts
 from edgespec.api.requests import MessagesPrompt, Prompt, Replies, ReplyRequest, TextPrompt, TokensPrompt
 from edgespec.api.stream import ReplyStream
 from edgespec.chat.message import Message, as_message
-from edgespec.chat.message_prompts import MessagePrompts
-from edgespec.chat.prompt import ContextFull, build_single_prompt, check_context_full
+from edgespec.chat.prompt import ContextFull, PromptBuilder, build_single_prompt, check_context_full
 from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.reply_text import ReplySplitter, stop_searches
-from edgespec.chat.template import ChatTemplate, TemplateSettings
+from edgespec.chat.template import ChatTemplate, TemplateSettings, missing_template
 from edgespec.chat.tool_calls.grammar import AnswerRule, arguments_grammar
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
 from edgespec.constraints.compiler import ConstraintCompiler
 from edgespec.constraints.matcher import Constraint
-from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.drafter_set import DrafterSet, ReplyKind
 from edgespec.decode.reply import MethodReport, Reply, exactness_for
 from edgespec.decode.request import (
     ReplySettings,
@@ -38,7 +37,7 @@ from edgespec.decode.request import (
 )
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
-from edgespec.errors import CapabilityError, ClosedError, ContextFullError, OptionError
+from edgespec.errors import CapabilityError, ClosedError, ContextFullError, OptionError, TemplateError
 from edgespec.memory.budget import resident_bytes
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
 from edgespec.memory.plan import MemoryPlan, MemoryUse
@@ -132,17 +131,14 @@ class Runtime(Replies[ReplyStream]):
         self._default_settings = ReplySettings.defaults(target.facts, self._defaults)
         self._record, self._mapped = record, mapped
         self.vocabulary: Vocabulary = target.vocabulary
-        self.method: MethodReport = first.drafters.report(defaults["method"])
+        self.method: MethodReport = first.drafters.resolve(defaults["method"]).report
         source, vocabulary = self.vocabulary.chat_template, self.vocabulary
-        template = ChatTemplate(source, vocabulary.bos_text, vocabulary.eos_text) if source else None
-        self._prompts = MessagePrompts(
-            vocabulary,
-            template,
-            first.cached_prefixes,
-            other_template,
-            target.facts.name,
-            target.prepare_image,
-        )
+        # Builds the prompts of conversations. None if the model has no chat template.
+        self._prompts: PromptBuilder | None = None
+        self._other_template = other_template
+        if source:
+            template = ChatTemplate(source, vocabulary.bos_text, vocabulary.eos_text)
+            self._prompts = PromptBuilder(template, vocabulary, first.cached_prefixes, target.prepare_image)
         self._constraints = ConstraintCompiler(self.vocabulary, target.facts.vocab_size)
 
     @property
@@ -202,12 +198,21 @@ class Runtime(Replies[ReplyStream]):
     @property
     def template(self) -> ChatTemplate | None:
         """The model's chat template, or None if it has none."""
-        return self._prompts.template
+        return self._prompts.template if self._prompts else None
 
     @property
     def why_no_template(self) -> str:
         """Why the model cannot reply to messages and what to do, or empty if it has a chat template."""
-        return "" if self.template else str(self._prompts.no_template())
+        return "" if self._prompts else str(self._missing_template())
+
+    def _missing_template(self) -> TemplateError:
+        return missing_template(self._target.facts.name, other_template=self._other_template)
+
+    def _prompt_builder(self) -> PromptBuilder:
+        """Return the builder of conversations' prompts. Raises TemplateError without a chat template."""
+        if self._prompts is None:
+            raise self._missing_template()
+        return self._prompts
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -221,6 +226,10 @@ class Runtime(Replies[ReplyStream]):
             OptionError: An option is unknown, or its value is invalid.
         """
         self.check_constraint(self.checked_request(TokensPrompt((), ""), options))
+
+    def check_template(self) -> None:
+        """Check that the model has a working chat template. Raises TemplateError otherwise."""
+        self._prompt_builder().template.compile()
 
     def has_thinking_switch(self) -> bool:
         """Return whether the chat template has an option that turns reasoning on or off.
@@ -237,7 +246,7 @@ class Runtime(Replies[ReplyStream]):
 
     def method_for(self, method: str) -> MethodReport:
         """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
-        return self._session.drafters.report(method)
+        return self._session.drafters.resolve(method).report
 
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
@@ -270,13 +279,13 @@ class Runtime(Replies[ReplyStream]):
             OptionError: The method is unknown or unavailable.
         """
         defaults = self._default_settings
-        # A reply may be in progress, so do not call `DrafterSet.choose`, which can run the draft model.
-        drafters, method = self._session.drafters, defaults.method if method is None else method
-        chooses_length = drafters.chooses_length(method)
+        drafters = self._session.drafters
+        resolved = drafters.resolve(defaults.method if method is None else method)
+        chooses_length = drafters.chooses_length(resolved)
         sampling = {name: getattr(defaults.params, name) for name in self.recommended_sampling}
         return ReplyArguments(
             **cast(ReplyArguments, sampling),
-            method=drafters.report(method).requested,
+            method=resolved.report.requested,
             acceptance=defaults.acceptance,
             max_tokens=default_max_tokens(self.context_tokens),
             draft_length=0 if chooses_length is None else defaults.max_draft_length(chooses_length),
@@ -293,12 +302,20 @@ class Runtime(Replies[ReplyStream]):
         settings = self._default_settings.with_options(
             given, self._session.target.facts, self.context_tokens, prompt_logprobs
         )
-        self._session.drafters.check(settings.method, limited=settings.max_loss is not None)
+        # Check the method now. The prompt and its tools also affect which drafters it uses.
+        self._session.drafters.resolve(settings.method, ReplyKind(limited=settings.max_loss is not None))
         return ReplyRequest(prompt, settings, progress, tuple(processors), on_end)
 
     def submit(self, request: ReplyRequest) -> ReplyStream:
         try:
-            return self._submit(request)
+            match request.prompt:
+                case TextPrompt() as prompt:
+                    return self._stream_text(request, prompt)
+                case MessagesPrompt() as prompt:
+                    return self._stream_messages(request, prompt)
+                case TokensPrompt() as prompt:
+                    tokens = checked_tokens(prompt.tokens, self._session.target.facts)
+                    return self._stream(request, tokens, prompt.reply_start, whole_text=True)
         except ContextFullError as error:
             if error.wanted_tokens is not None:
                 advice = self._context_advice(error.prompt_tokens or 0, error.wanted_tokens)
@@ -316,16 +333,6 @@ class Runtime(Replies[ReplyStream]):
         if self.plan is not None and not self.plan.has_room_for_context(tokens):
             return f", or raise --memory and use --context {tokens}"
         return f" or use --context {tokens}"
-
-    def _submit(self, request: ReplyRequest) -> ReplyStream:
-        match request.prompt:
-            case TextPrompt() as prompt:
-                return self._stream_text(request, prompt)
-            case MessagesPrompt() as prompt:
-                return self._stream_messages(request, prompt)
-            case TokensPrompt() as prompt:
-                tokens = checked_tokens(prompt.tokens, self._session.target.facts)
-                return self._stream(request, tokens, prompt.reply_start, whole_text=True)
 
     def _stream_text(self, request: ReplyRequest, prompt: TextPrompt) -> ReplyStream:
         built = build_single_prompt(
@@ -345,10 +352,11 @@ class Runtime(Replies[ReplyStream]):
 
     def _stream_messages(self, request: ReplyRequest, prompt: MessagesPrompt) -> ReplyStream:
         settings, tools, on_end = request.settings, prompt.tools, request.on_end
+        prompts = self._prompt_builder()
 
         def remember(reply: Reply | None) -> None:
-            if reply and not self._session.closed:
-                self._prompts.remember(built, reply.tokens)
+            if reply and not self._session.is_closing:
+                prompts.remember(built, reply.tokens)
             if on_end:
                 on_end(reply)
 
@@ -356,7 +364,7 @@ class Runtime(Replies[ReplyStream]):
         if tools.definitions and settings.constraint:
             answer = self._answer_rule(tools, settings.constraint)
         try:
-            built, syntax, grammar = self._prompts.build(
+            built = prompts.build_reply(
                 prompt.messages,
                 self.context_tokens,
                 prompt.context_full,
@@ -366,14 +374,14 @@ class Runtime(Replies[ReplyStream]):
                 request.progress,
                 answer,
             )
-            if grammar:
-                settings = replace(settings, constraint=Constraint("grammar", grammar))
+            if built.grammar:
+                settings = replace(settings, constraint=Constraint("grammar", built.grammar))
             stream = self._stream(
                 replace(request, settings=settings, on_end=remember),
                 built.tokens,
                 built.reply_start or opening_marker(built.text),
-                syntax,
-                calls_tool=bool(grammar and not answer),
+                built.syntax,
+                calls_tool=bool(built.grammar and not answer),
                 images=built.images,
             )
         except OptionError as error:
@@ -443,7 +451,7 @@ class Runtime(Replies[ReplyStream]):
             as_tool_set(tools, tool_choice).definitions,
             REPLY_OPTIONS["thinking"].check("thinking", thinking),
         )
-        return self._prompts.count_tokens(checked, self.context_tokens, settings)
+        return self._prompt_builder().count_tokens(checked, self.context_tokens, settings)
 
     def image_tokens(self, image: Image) -> int:
         """Return the number of prompt tokens that an image takes up.
@@ -471,7 +479,7 @@ class Runtime(Replies[ReplyStream]):
         """
         check_process(self._session.process_id)
         check_context_full(context_full)
-        self._prompts.check_template()
+        self.check_template()
         return Chat(self, system, messages, context_full)
 
     def _stream(
@@ -496,7 +504,7 @@ class Runtime(Replies[ReplyStream]):
             calls_tool: Whether the constraint is a grammar for tool calls.
             images: The images in the prompt.
         """
-        if self._session.closed:
+        if self._session.is_closing:
             raise ClosedError("the model is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
@@ -536,9 +544,11 @@ class Runtime(Replies[ReplyStream]):
             if request.on_end:
                 request.on_end(reply)
 
+        kind = ReplyKind(settings.constraint is not None, settings.max_loss is not None, bool(images))
+        method = self._session.drafters.resolve(settings.method, kind)
         return ReplyStream(
             self._sessions,
-            Request(tuple(tokens), settings, processors, images),
+            Request(tuple(tokens), settings, method, processors, images),
             record,
             request.progress,
             reply_start,
@@ -686,7 +696,8 @@ class Runtime(Replies[ReplyStream]):
         """
         if os.getpid() != self._session.process_id:
             return
-        self._prompts.close()
+        if self._prompts:
+            self._prompts.template.close()
         self._sessions.close()
         if self._record:
             self._record.save()

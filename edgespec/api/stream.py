@@ -50,6 +50,7 @@ class ReplyStream:
 
     Attributes:
         stats: Statistics of the reply, updated after every target pass.
+        method: The drafting method of this reply and its speed-up so far. Replaced every few target passes.
         prompt_tokens: Number of tokens in the prompt.
         dropped_messages: Number of old messages left out of the prompt because the context is full.
         reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
@@ -73,6 +74,8 @@ class ReplyStream:
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
+        # The last report on the drafting, and the same with a note on adapters.
+        self._report = self.method = request.method.report
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
@@ -119,29 +122,6 @@ class ReplyStream:
                 if self._call is call:
                     self._call = None
         return self._chunks.popleft()
-
-    @property
-    def method(self) -> MethodReport:
-        """The drafting method of this reply and its speed-up so far."""
-        if self._reply:
-            return self._reply.method
-        method, kind = self._settings.method, self._request.kind
-        if not self.stats.generated_tokens:
-            # The session may be generating another reply, so do not run its drafters here.
-            return self._session.drafters.report(method, kind)
-        report = self._session.report(method, kind)
-        notes = self._adapter_note(report), report.note
-        return replace(report, note=" · ".join(filter(None, notes)))
-
-    def _adapter_note(self, report: MethodReport) -> str:
-        """Return a note on the acceptance rate of a draft model that runs without the target's adapters."""
-        drafted = self.stats.drafted_per_position
-        if not any(self._settings.adapter_scales) or report.effective != "model" or not drafted:
-            return ""
-        rate, usual = self.stats.accepted_per_position[0] / drafted[0], self._session.unadapted_acceptance
-        compared = "" if usual is None else f", compared with {usual:.0%} without an adapter"
-        accepted = f"{rate:.0%} of the first tokens in its drafts were accepted{compared}"
-        return f"the draft model runs without the adapter; {accepted}"
 
     @property
     def reply(self) -> Reply:
@@ -205,6 +185,7 @@ class ReplyStream:
                     progress=self._progress,
                 )
             step = self._session.next_step(self._steps)
+            self._publish(self._session.published_report)
             if step is None:
                 rest = self._text.finish()
                 parts = self._splitter.finish(rest.text, cut=self._is_cut)
@@ -221,6 +202,23 @@ class ReplyStream:
             # A reply stopped by Ctrl-C counts as cancelled rather than failed, and keeps its text.
             self._finish(failed=isinstance(error, Exception))
             raise
+
+    def _publish(self, report: MethodReport) -> None:
+        """Replace `method` if there is a new report."""
+        if report is not self._report:
+            self._report = report
+            notes = self._adapter_note(report), report.note
+            self.method = replace(report, note=" · ".join(filter(None, notes)))
+
+    def _adapter_note(self, report: MethodReport) -> str:
+        """Return a note on the acceptance rate of a draft model that runs without the target's adapters."""
+        drafted = self.stats.drafted_per_position
+        if not any(self._settings.adapter_scales) or report.effective != "model" or not drafted:
+            return ""
+        rate, usual = self.stats.accepted_per_position[0] / drafted[0], self._session.unadapted_acceptance
+        compared = "" if usual is None else f", compared with {usual:.0%} without an adapter"
+        accepted = f"{rate:.0%} of the first tokens in its drafts were accepted{compared}"
+        return f"the draft model runs without the adapter; {accepted}"
 
     def _add(self, step: Step) -> None:
         if step.prompt_logprobs is not None:
@@ -261,6 +259,9 @@ class ReplyStream:
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         if self._ended:
             return True
+        if self._tokens and self._finish_reason == "cancelled":
+            # The loop did not get to its last report.
+            self._publish(self._session.report())
         # If the start was interrupted, it is unknown which session it reserved.
         sessions = self._sessions.sessions if self._steps is None else [self._session]
         if not all(session.end(self._request, wait=wait) for session in sessions):

@@ -1,7 +1,9 @@
-"""Build prompt tokens from chat messages, and truncate conversations that exceed the context."""
+"""Build prompts from messages and tools, and truncate conversations that exceed the context."""
 
 from __future__ import annotations
 
+import secrets
+import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +25,9 @@ from edgespec.chat.tokenizing import (
     tokenize,
     tokenize_whole,
 )
-from edgespec.chat.tool_calls.tool_set import render_with_tools
+from edgespec.chat.tool_calls.grammar import AnswerRule, tool_grammar
+from edgespec.chat.tool_calls.parser import CallSyntax
+from edgespec.chat.tool_calls.tool_set import ToolSet, render_with_tools
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from edgespec.model.base import Progress, Vocabulary
 from edgespec.model.image import Image
@@ -120,6 +124,8 @@ class RenderedPrompt:
             never dropped and does not count.
         reply_start: When a reply is continued, the text at the end of the prompt that belongs to it.
         images: The images in the prompt. The model can process the tokens only while these objects exist.
+        syntax: The format in which the model writes tool calls. None without tools.
+        grammar: The grammar that the reply must match because of its tools. None if they do not constrain it.
     """
 
     text: str
@@ -127,6 +133,8 @@ class RenderedPrompt:
     dropped_messages: int = 0
     reply_start: str = ""
     images: tuple[PreparedImage, ...] = ()
+    syntax: CallSyntax | None = None
+    grammar: str | None = None
 
 
 class PromptBuilder:
@@ -134,7 +142,9 @@ class PromptBuilder:
 
     Retokenizing a reply often yields tokens that differ from the sampled ones. The builder therefore
     remembers the exact tokens of recent conversations and extends them, so that the KV cache can be reused.
-    Not thread-safe.
+
+    `build_reply`, `count_tokens` and `remember` can be called from any thread. Call the other methods only
+    while no other thread uses the builder.
 
     Args:
         template: The model's chat template.
@@ -162,6 +172,59 @@ class PromptBuilder:
         # Recent prompts, newest last. Each is stored with and without its reply, because regenerating a reply
         # requires the prompt alone.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
+        # Reentrant, because garbage collection during `build_reply` can end an abandoned reply, which calls
+        # `remember`.
+        self._lock = threading.RLock()
+
+    def build_reply(
+        self,
+        messages: Sequence[Message],
+        context_tokens: int,
+        context_full: ContextFull,
+        tools: ToolSet,
+        settings: TemplateSettings,
+        reply_start: str = "",
+        progress: Progress | None = None,
+        answer: AnswerRule | None = None,
+    ) -> RenderedPrompt:
+        """Return the prompt for the reply to a conversation, and how its tool calls are written.
+
+        Args:
+            messages: The conversation.
+            context_tokens: The context size.
+            context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
+            tools: The tools that the model can call.
+            settings: The chat template's other inputs, including the definitions of `tools`.
+            reply_start: Text that the reply begins with.
+            progress: Called repeatedly. Returning False cancels the call.
+            answer: The constraint on the answer, for requests with tools.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            ContextFullError: The conversation does not fit in the context.
+            OptionError: `context_full` is invalid, or no grammar can express the schema of a tool.
+            TemplateError: The chat template is broken or rejects the messages.
+        """
+        messages = [message.with_files_as_text() for message in messages]
+        with self._lock:
+            syntax = grammar = None
+            if tools.definitions:
+                form = self.template.call_form
+                syntax = CallSyntax(
+                    form,
+                    tools.schemas,
+                    f"call_{secrets.token_hex(8)}",
+                    calls_or_answer=answer is not None and answer.is_json,
+                    single=tools.single,
+                )
+                grammar = tool_grammar(form, tools, self._vocabulary, answer)
+            if reply_start:
+                prompt = self.build_continued(
+                    messages, context_tokens, context_full, reply_start, progress, settings
+                )
+            else:
+                prompt = self.build_fitting(messages, context_tokens, context_full, progress, settings)
+        return replace(prompt, syntax=syntax, grammar=grammar) if syntax else prompt
 
     def build(
         self,
@@ -233,8 +296,10 @@ class PromptBuilder:
         settings: TemplateSettings = DEFAULT_SETTINGS,
     ) -> int:
         """Return the number of tokens in the prompt, or an estimate if it exceeds the context."""
-        estimate = sum(self._estimated_tokens(message, context_tokens, None) for message in messages)
-        return estimate if estimate > context_tokens else len(self.build(messages, None, settings).tokens)
+        messages = [message.with_files_as_text() for message in messages]
+        with self._lock:
+            estimate = sum(self._estimated_tokens(message, context_tokens, None) for message in messages)
+            return estimate if estimate > context_tokens else len(self.build(messages, None, settings).tokens)
 
     def build_continued(
         self,
@@ -388,15 +453,16 @@ class PromptBuilder:
         return self._added_tokens
 
     def remember(self, prompt: RenderedPrompt, reply_tokens: Sequence[int]) -> None:
-        """Remember that the model generated `reply_tokens` after `prompt`."""
+        """Remember that the model generated `reply_tokens` after `prompt`, for later prompts of the chat."""
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
         # Include control tokens such as `<think>`, because chat templates render them as text.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")
-        self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
-        self._remembered.append(RenderedPrompt(prompt.text + text, prompt.tokens + tokens))
+        with self._lock:
+            self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
+            self._remembered.append(RenderedPrompt(prompt.text + text, prompt.tokens + tokens))
 
     def _remembered_prefix(self, text: str) -> RenderedPrompt | None:
         """Return the longest remembered conversation that `text` continues."""

@@ -134,8 +134,9 @@ class ReasoningSplitter:
         # Whether to drop leading whitespace from the reasoning or the answer.
         self._drops_space = False
         self._skipped = 0
-        self.feed(reply_start)
-        self._skipped = len(self._held)
+        if reply_start:
+            self.feed(reply_start)
+            self._skipped = len(self._held)
 
     @property
     def pending(self) -> int:

@@ -9,7 +9,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.reasoning import REASONING_MARKERS, leading_marker, opening_marker
 from edgespec.errors import OptionError
 
-__all__ = ["fitted_to_prompt", "text_to_continue", "whole_characters"]
+__all__ = ["fitted_to_prompt", "messages_to_answer", "text_to_continue", "whole_characters"]
 
 # A reply truncated in the middle of a character ends with U+FFFD or a lone surrogate.
 _PART_OF_CHARACTER = re.compile("[\ufffd\ud800-\udfff]+\\Z")
@@ -20,6 +20,26 @@ _ON_OWN_LINE = ("<think>", "<|channel>thought")
 def whole_characters(text: str) -> str:
     """Return the text without an incomplete trailing character, which the model will regenerate."""
     return _PART_OF_CHARACTER.sub("", text)
+
+
+def messages_to_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """Split a conversation into the messages to reply to and the start of that reply.
+
+    Returns:
+        The messages up to the last one from the user or a tool, and the text of the partial reply after it,
+        which is empty if there is none.
+
+    Raises:
+        OptionError: No message is from the user or a tool, or the partial reply calls tools.
+    """
+    end = len(messages)
+    while end and messages[end - 1].role not in ("user", "tool"):
+        end -= 1
+    if not end:
+        raise OptionError(
+            "there is no user message to answer", "send a message first", code="messages_invalid"
+        )
+    return list(messages[:end]), text_to_continue(messages[end:])
 
 
 def text_to_continue(messages: Sequence[Message]) -> str:

@@ -35,7 +35,7 @@ from edgespec.system.child_process import ChildProcess
 from edgespec.system.files import format_bytes
 from edgespec.system.waiting import check_cancelled, wait_for
 
-__all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings"]
+__all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings", "missing_template"]
 
 # Maximum number of polls for a rendered prompt. Each waits 50 ms, so the limit is about 20 seconds.
 _MAX_POLLS = 400
@@ -254,7 +254,28 @@ class ChatTemplate:
             self._process.close()
 
 
-class _TemplateProcess:
+def missing_template(model_name: str, *, other_template: bool) -> TemplateError:
+    """Return the error for using messages with a model that has no chat template.
+
+    Args:
+        model_name: The model's name.
+        other_template: Whether Ollama has its own template for the model, in a format that edgespec cannot
+            use.
+    """
+    hint = "continue plain text with `edgespec generate --raw`, or with /v1/completions of a server"
+    if other_template:
+        return TemplateError(
+            f"{model_name} has no chat template: its GGUF file has none, and edgespec does not support the Go"
+            " template in Ollama's manifest",
+            f"use a GGUF file with a chat template, for example from Hugging Face, or {hint}",
+            code="template_missing",
+        )
+    return TemplateError(
+        f"{model_name} has no chat template", f"choose an instruct model, or {hint}", code="template_missing"
+    )
+
+
+class _TemplateProcess(ChildProcess):
     """A child process that compiles one chat template and renders it.
 
     Call `ask` from only one thread at a time, and `close` from any thread. `ChildProcess` describes when the
@@ -267,18 +288,13 @@ class _TemplateProcess:
     def __init__(self) -> None:
         script = str(Path(__file__).with_name("template_worker.py"))
         try:
-            self._process = ChildProcess([script, *_import_folders()])
+            super().__init__([script, *_import_folders()])
         except EdgespecError as error:
             raise TemplateError(
                 f"the model's chat template cannot be used: {error.what}",
                 f"{error.next_step}, or use `edgespec generate --raw`",
                 code=error.code,
             ) from error
-
-    @property
-    def alive(self) -> bool:
-        """Whether the child process can still handle requests."""
-        return self._process.alive
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
         """Send a request to the child process and return its reply. Any exception stops the process.
@@ -287,12 +303,12 @@ class _TemplateProcess:
             CancelledError: `progress` returned False.
             TemplateError: The template exceeded a limit.
         """
-        data, process, polls = encode(request), self._process, 0
+        data, polls = encode(request), 0
 
         def exchange() -> dict[str, str] | None:
             with suppress(OSError, ValueError):
-                write_message(process.stdin, data)
-                if reply := read_message(process.stdout, output_limit_bytes(len(data))):
+                write_message(self.stdin, data)
+                if reply := read_message(self.stdout, output_limit_bytes(len(data))):
                     return reply[0]
             return None
 
@@ -302,13 +318,13 @@ class _TemplateProcess:
             check_cancelled(progress)
             if polls > _MAX_POLLS:
                 raise _failure("rendering the prompt takes more than 20 seconds")
-            if process.memory_bytes > memory_limit_bytes(len(data)):
+            if self.memory_bytes > memory_limit_bytes(len(data)):
                 raise _failure(_too_much_memory(len(data)))
 
         try:
             reply = wait_for(exchange, poll)
             if reply is None:
-                raise _failure(_exit_reason(process))
+                raise _failure(_exit_reason(self))
             match reply.get("error"):
                 case "memory":
                     raise _failure(_too_much_memory(len(data)))
@@ -321,10 +337,6 @@ class _TemplateProcess:
         except BaseException:
             self.close()
             raise
-
-    def close(self) -> None:
-        """Stop the child process. Repeated calls have no effect."""
-        self._process.close()
 
 
 def _failure(reason: str) -> TemplateError:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.errors import OptionError
-from edgespec.options.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -101,12 +100,12 @@ class Constraint(NamedTuple):
 
 
 def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint that a reply's options set, or None if they set none.
+    """Return the constraint that options of a reply set, or None if they set none.
 
     Raises:
         OptionError: Several options set a constraint.
     """
-    given = [Constraint(name, values[name]) for name in CONSTRAINT_NAMES if values[name] not in (None, ())]
+    given = [Constraint(name, value) for name, value in values.items() if value not in (None, ())]
     if len(given) > 1:
         names = " and ".join(constraint.option for constraint in given)
         raise OptionError(

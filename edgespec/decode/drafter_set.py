@@ -23,7 +23,7 @@ from edgespec.model.model_facts import Capabilities
 from edgespec.options.methods import CHAT, TERMS, methods, parse_method
 from edgespec.options.methods import method as method_of_name
 
-__all__ = ["ANY_REPLY", "DrafterSet", "ReplyKind"]
+__all__ = ["ANY_REPLY", "DrafterSet", "ReplyKind", "ResolvedMethod"]
 
 
 class ReplyKind(NamedTuple):
@@ -42,6 +42,22 @@ class ReplyKind(NamedTuple):
 
 
 ANY_REPLY = ReplyKind()
+
+
+class ResolvedMethod(NamedTuple):
+    """A method, and the drafters that it uses for one kind of reply.
+
+    Attributes:
+        names: The names of the drafters. Empty if nothing is drafted.
+        is_controlled: Whether an `AutoController` decides when these drafters run.
+        report: The report on the method before the reply begins.
+    """
+
+    names: tuple[str, ...]
+    is_controlled: bool
+    report: MethodReport
+
+
 _UNKNOWN_DRAFTER = MissingDrafter("this model does not support this method", "choose another method")
 
 
@@ -86,7 +102,7 @@ class DrafterSet:
             for each in methods()
             if each.needs == "draft model"
         }
-        self._resolved: dict[tuple[str, bool, bool], tuple[tuple[str, ...], MethodReport]] = {}
+        self._resolved: dict[tuple[str, ReplyKind], ResolvedMethod] = {}
         self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
         self._controllers: dict[tuple[str, ...], AutoController] = {}
         self._chain_model = chain_model
@@ -117,87 +133,77 @@ class DrafterSet:
         """Live costs of the target's passes, updated by `auto`, or None if no costs were measured."""
         return self._auto_config.costs if self._auto_config else None
 
-    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
-        """Return a report on the drafters that a method uses. Can be called from any thread.
+    def resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> ResolvedMethod:
+        """Return the drafters that a method uses for a kind of reply. Can be called from any thread.
 
-        Unlike `choose`, this runs no model, so it can be called while a reply is in progress.
+        This runs no model, so it can be called while a reply is in progress.
 
         Args:
             method: Method name, such as `model+ngram`.
-            kind: The kind of reply, which also affects the choice of drafters.
+            kind: The kind of reply.
 
         Raises:
-            OptionError: The method is unknown, or one of its drafters is unavailable.
+            OptionError: The method is unknown, one of its drafters is unavailable, or the request sets
+                `max_loss` and the method cannot be limited.
         """
-        return self._resolve(method, kind)[1]
+        resolved = self._resolved.get((method, kind))
+        if resolved is None:
+            names, report = self._parsed(method, kind.constrained)
+            if kind.limited:
+                self._check_limited(method, names)
+            if kind.has_images:
+                names, report = _without_blind(names, report)
+            config = self._auto_config
+            is_controlled = config is not None and (
+                method == "auto" or kind.limited or config.controls_named
+            )
+            resolved = ResolvedMethod(names, is_controlled, report)
+            self._resolved[method, kind] = resolved
+        return resolved
 
-    def choose(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[Drafter | None, MethodReport]:
-        """Return the drafter for a method and a report on the drafters in use.
+    def choose(self, method: ResolvedMethod) -> Drafter | None:
+        """Return the drafter for a method, or None if the method drafts nothing.
 
         This can run the draft model to measure its speed. Call it only while no other reply uses the
         drafters.
-
-        Args:
-            method: Method name, such as `model+ngram`.
-            kind: The kind of reply, which also affects the choice of drafters.
-
-        Raises:
-            OptionError: The method is unknown, or one of its drafters is unavailable.
         """
-        names, report = self._resolve(method, kind)
-        if not names:
-            return None, report
-        if self._auto_config and self._is_controlled(method, kind.limited):
-            return self._controlled(self._auto_config, names), report
-        return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
-
-    def chooses_length(self, method: str) -> bool | None:
-        """Return whether the method's drafter chooses the draft length itself, or None if nothing is drafted.
-
-        Like `report`, this runs no model. Raises OptionError as `report` does.
-        """
-        names, _ = self._resolve(method)
+        names = method.names
         if not names:
             return None
-        if self._is_controlled(method, limited=False):
+        if self._auto_config and method.is_controlled:
+            if names not in self._controllers:
+                self._controllers[names] = self._new_controller(self._auto_config, names)
+            return self._controllers[names]
+        return self._drafters[names[0]] if len(names) == 1 else self._combined(names)
+
+    def chooses_length(self, method: ResolvedMethod) -> bool | None:
+        """Return whether the method's drafter chooses the draft length itself, or None if nothing is drafted.
+
+        Unlike `choose`, this runs no model.
+        """
+        if not method.names:
+            return None
+        if method.is_controlled:
             return AutoController.chooses_length
-        drafter = self._drafters[names[0]] if len(names) == 1 else CombinedDrafter
+        drafter = self._drafters[method.names[0]] if len(method.names) == 1 else CombinedDrafter
         return drafter.chooses_length
 
-    def _is_controlled(self, method: str, limited: bool) -> bool:
-        config = self._auto_config
-        return config is not None and (method == "auto" or limited or config.controls_named)
-
-    def check(self, method: str, *, limited: bool = False) -> None:
-        """Raise OptionError if the method is unknown or unavailable.
-
-        Args:
-            method: Method name, such as `model+ngram`.
-            limited: Whether the request sets `max_loss`, which the method must then support.
-        """
-        names, _ = self._resolve(method)
-        if limited and method == "none":
+    def _check_limited(self, method: str, names: tuple[str, ...]) -> None:
+        """Raise OptionError if the drafting of a method cannot be limited by `max_loss`."""
+        if method == "none":
             raise OptionError(
                 "max_loss has no effect with the method `none`, which does not draft",
                 "leave max_loss out, or choose another method",
                 option="max_loss",
                 code="option_without_effect",
             )
-        if limited and names and self._auto_config is None:
+        if names and self._auto_config is None:
             raise OptionError(
                 "max_loss needs speed measurements, but this model was loaded without them",
                 "load it with the method `auto`, or with max_loss",
                 option="max_loss",
                 code="option_not_supported",
             )
-
-    def _resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[tuple[str, ...], MethodReport]:
-        """Return a method's drafters and a report. Cached, because the UI requests them often."""
-        key = (method, kind.constrained, kind.has_images)
-        if key not in self._resolved:
-            names, report = self._parsed(method, kind.constrained)
-            self._resolved[key] = _without_blind(names, report) if kind.has_images else (names, report)
-        return self._resolved[key]
 
     def _parsed(self, method: str, constrained: bool) -> tuple[tuple[str, ...], MethodReport]:
         names = parse_method(method)
@@ -234,28 +240,26 @@ class DrafterSet:
             chosen = [*[each for each in usable if each.auto == "fallback"][:1], *chosen]
         return tuple(each.name for each in chosen)
 
-    def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
-        if names not in self._controllers:
-            for name in names:
-                self._drafters[name].warm_up()
-            costs, loss_tracker = config.costs, LossTracker(config.limits)
-            combined = CombinedDrafter(
-                [self._with_adaptive_length(self._drafters[name], config) for name in names],
-                limits=PassLimits.of(self._target.capabilities),
-                v=costs.v,
-                allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
-                exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
-            )
-            self._controllers[names] = AutoController(
-                combined,
-                loss_tracker,
-                costs,
-                text_kind=self._text_kind,
-                run_ahead=self._model.run_ahead,
-                count_threads=lambda: self._model.threads,
-                statistics_key=config.statistics_key("+".join(names)),
-            )
-        return self._controllers[names]
+    def _new_controller(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
+        for name in names:
+            self._drafters[name].warm_up()
+        costs, loss_tracker = config.costs, LossTracker(config.limits)
+        combined = CombinedDrafter(
+            [self._with_adaptive_length(self._drafters[name], config) for name in names],
+            limits=PassLimits.of(self._target.capabilities),
+            v=costs.v,
+            allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
+            exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
+        )
+        return AutoController(
+            combined,
+            loss_tracker,
+            costs,
+            text_kind=self._text_kind,
+            run_ahead=self._model.run_ahead,
+            count_threads=lambda: self._model.threads,
+            statistics_key=config.statistics_key("+".join(names)),
+        )
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
         pieces = map(self._model.vocabulary.piece, tokens[-TEXT_KIND_TOKENS:])
@@ -281,10 +285,10 @@ class DrafterSet:
             )
         return self._combinations[names]
 
-    def chain_model(self, method: str, *, limited: bool = False) -> LanguageModel | None:
+    def chain_model(self, method: ResolvedMethod) -> LanguageModel | None:
         """Return the draft model if the method uses it to draft plain chains, otherwise None."""
-        is_controlled = self._is_controlled(method, limited)
-        return self._chain_model if method == "model" and not is_controlled else None
+        is_plain = method.report.requested == "model" and not method.is_controlled
+        return self._chain_model if is_plain else None
 
     def reset(self) -> None:
         """Clear the last reply's tokens from every drafter."""

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from edgespec.constraints.matcher import Constraint, constraint_from
-from edgespec.decode.drafter_set import ReplyKind
+from edgespec.decode.drafter_set import ResolvedMethod
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
@@ -17,8 +17,8 @@ from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
 from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
-from edgespec.options.reply_options import CONSTRAINT_NAMES
-from edgespec.options.settings import REPLY_OPTIONS, ReplyArguments, check_names
+from edgespec.options.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS, ReplyArguments
+from edgespec.options.option import check_names
 
 __all__ = [
     "ReplySettings",
@@ -127,8 +127,9 @@ class ReplySettings:
                 changes[name] = 0
             elif name not in sampling and (checked := REPLY_OPTIONS[name].check(name, value)) is not None:
                 changes[name] = checked
-        if constraint := constraint_from({name: changes.pop(name, None) for name in CONSTRAINT_NAMES}):
-            changes["constraint"] = constraint
+        constraints = {name: changes.pop(name) for name in CONSTRAINT_NAMES if name in changes}
+        if constraints:
+            changes["constraint"] = constraint_from(constraints)
         if prompt_logprobs is not None:
             changes["prompt_logprobs"] = REPLY_OPTIONS["logprobs"].check("prompt_logprobs", prompt_logprobs)
         if "adapter_scales" in changes:
@@ -147,21 +148,16 @@ class Request:
     Attributes:
         tokens: The prompt's tokens.
         settings: The reply's options.
+        method: The drafters that the reply uses.
         processors: The logits processors of the constraint and of the caller.
         images: The images in the prompt.
     """
 
     tokens: tuple[int, ...]
     settings: ReplySettings
+    method: ResolvedMethod
     processors: tuple[LogitsProcessor, ...] = ()
     images: tuple[PreparedImage, ...] = ()
-
-    @property
-    def kind(self) -> ReplyKind:
-        settings = self.settings
-        return ReplyKind(
-            settings.constraint is not None, settings.max_loss is not None, has_images=bool(self.images)
-        )
 
 
 def checked_tokens(tokens: Sequence[int], facts: ModelFacts) -> tuple[int, ...]:

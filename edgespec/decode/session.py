@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.decode.drafter_set import ANY_REPLY, DrafterSet, ReplyKind
+from edgespec.decode.drafter_set import DrafterSet, ResolvedMethod
 from edgespec.decode.idle import IdleWorker, drafters_with_idle_work
 from edgespec.decode.reply import MethodReport
 from edgespec.decode.request import Request
@@ -43,8 +43,8 @@ from edgespec.system.checks import check_process
 
 __all__ = ["Session", "SessionModels", "SessionPool", "measure_target_step"]
 
-# Number of target passes between updates of the drafting statistics. Updating them after every pass would
-# slow down small models.
+# Number of target passes between reports on the drafting. Reporting after every pass would slow down small
+# models.
 _PASSES_PER_REPORT = 8
 # Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
@@ -167,6 +167,8 @@ class Session:
         context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
         unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
+        is_closing: Whether `close` has been called.
+        published_report: The latest report on the drafting of the current or last reply.
         ended_at: When the last reply ended, or 0 if there was none.
         target_step_seconds: Moving average of the time for a single-token pass of the target.
     """
@@ -196,11 +198,17 @@ class Session:
         # Callbacks that end the replies of garbage-collected streams.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
-        self._closing = self._closed = False
+        self.is_closing = self._closed = False
+        # Whether the models have been interrupted.
+        self._is_interrupted = False
         # The thread that last read a reply. At exit, MLX models must be closed in this thread.
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
+        self.published_report = MethodReport("none", "none", "there was no reply yet")
+        # The method and the drafter of the current or last reply.
+        self._method: ResolvedMethod | None = None
+        self._drafter: Drafter | None = None
         # The last reply's drafters that have work to do between replies.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = target_step_seconds or measure_target_step(target)
@@ -211,10 +219,6 @@ class Session:
         heads = [head.state for head in drafters.heads]
         self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure, heads)
         _open_sessions.add(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._closing
 
     @property
     def is_busy(self) -> bool:
@@ -240,6 +244,8 @@ class Session:
     ) -> Iterator[Step]:
         """Prefill the prompt, then decode, yielding the steps of the reply. Fetch them with `next_step`.
 
+        Replaces `published_report` every few target passes and at the end.
+
         Args:
             request: The request that was passed to `start`. Its prompt must fit in the context.
             is_stop: Called with every emitted token. Returns True if the reply ends with this token.
@@ -252,11 +258,13 @@ class Session:
             return self._stopping or is_cancelled()
 
         settings = request.settings
+        self.published_report = request.method.report
         try:
-            drafter, _ = self.drafters.choose(settings.method, request.kind)
+            drafter = self.drafters.choose(request.method)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
+        self._method, self._drafter = request.method, drafter
         if isinstance(drafter, AutoController):
             drafter.limit_loss(settings.max_loss)
         # The target cache keeps a reference to this list, so the reply's tokens are appended to it in place.
@@ -298,7 +306,13 @@ class Session:
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             ended = step.finish_reason is not None
-            self._update_stats(drafter, stats, ended=ended)
+            if stats.worst_case_loss is None:
+                stats.target_step_seconds = self.target_step_seconds
+            stats.busy_passes += self.target.threads < self.target.max_threads
+            if ended or stats.target_passes % _PASSES_PER_REPORT == 1:
+                self._report_drafting(drafter, stats)
+            if drafter and ended:
+                _count_draft_memory(stats, drafter)
             yield step
             if self.context.needs_room and not (ended or must_stop()):
                 stats.growth_seconds += self.context.make_room()
@@ -321,8 +335,7 @@ class Session:
             drafter.begin(text_tokens(tokens) if request.images else tokens)
             _count_draft_memory(stats, drafter)
             self._idle_drafters = drafters_with_idle_work(drafter)
-        chained = self.drafters.chain_model(request.settings.method, limited=request.kind.limited)
-        self.target.pipeline_with(chained)
+        self.target.pipeline_with(self.drafters.chain_model(request.method))
         return first_logits
 
     def _decode(
@@ -361,23 +374,14 @@ class Session:
             logprobs=settings.logprobs,
         )
 
-    def _update_stats(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
-        """Update the reply's statistics after a step.
-
-        Drafting statistics are updated every few passes and at the end of the reply.
-        """
-        if stats.worst_case_loss is None:
-            stats.target_step_seconds = self.target_step_seconds
-        stats.busy_passes += self.target.threads < self.target.max_threads
-        reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
-        if reports:
-            stats.threads = self.target.threads
-        if reports and isinstance(drafter, AutoController):
-            report = drafter.report()
-            stats.target_step_seconds = report.target_step_seconds
-            stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
-        if drafter and ended:
-            _count_draft_memory(stats, drafter)
+    def _report_drafting(self, drafter: Drafter | None, stats: Stats) -> None:
+        """Update the statistics that depend on the drafting, and publish a report on it."""
+        stats.threads = self.target.threads
+        if isinstance(drafter, AutoController):
+            stats.target_step_seconds = drafter.target_step_seconds
+            stats.ledger_credit_seconds = drafter.loss_tracker.credit_seconds
+            stats.worst_case_loss = drafter.loss_tracker.max_loss
+        self.published_report = self.report()
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
         """Return the next step, or None when the reply has ended. The last step contains the finish reason.
@@ -389,7 +393,7 @@ class Session:
         check_process(self.process_id)
         self._reader = threading.current_thread()
         with self._compute_lock:
-            if not self._closing:
+            if not self.is_closing:
                 return next(steps, None)
         self.close()
         self._closed_by_reader.set()
@@ -459,15 +463,16 @@ class Session:
             gc.collect()
         self._end_abandoned()
         with self._state_lock:
-            if self._closing:
+            if self.is_closing:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._active_request is not None:
                 raise BusyError(
                     "another reply is still being generated", "wait for it, cancel it, or use a RequestQueue"
                 )
             self._idle_worker.stop()
-            # While the last reply was ending, a signal handler may have cancelled it.
-            self._interrupt(False)
+            if self._is_interrupted:
+                # A signal handler cancelled the last reply while it was ending.
+                self._interrupt(False)
             self._stopping, self._active_request = False, request
 
     def _end(self, request: object) -> None:
@@ -479,7 +484,7 @@ class Session:
             self._target_cache.sync_length()
             self._interrupt(False)
         self._active_request, self.ended_at = None, now()
-        if not self._closing and (
+        if not self.is_closing and (
             self._idle_drafters
             or self._target_cache.saves_to_disk
             or self._target_cache.has_reply_to_read
@@ -487,9 +492,13 @@ class Session:
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
-        """Return the report on the current or last reply of this kind. See `DrafterSet.choose`."""
-        drafter, report = self.drafters.choose(method, kind)
+    def report(self) -> MethodReport:
+        """Return a report on the drafting of the current or last reply. There must have been one.
+
+        Call this in the thread that runs the models. Other threads read `published_report`.
+        """
+        assert self._method is not None
+        drafter, report = self._drafter, self._method.report
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
@@ -581,7 +590,7 @@ class Session:
                 return
             succeeded = self._idle_worker.run_drafters(
                 self._idle_drafters,
-                lambda: not self._closing and self._active_request is None and should_continue(),
+                lambda: not self.is_closing and self._active_request is None and should_continue(),
             )
             if self._closed:
                 return
@@ -594,7 +603,7 @@ class Session:
         with self._compute_lock:
             if not self._closed and self._active_request is None:
                 self._target_cache.read_reply(
-                    lambda: not self._closing and self._active_request is None and should_continue()
+                    lambda: not self.is_closing and self._active_request is None and should_continue()
                 )
 
     def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
@@ -610,7 +619,7 @@ class Session:
             # Save cached prefixes to disk before they are removed from memory.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
-            if should_continue() and not self._closing and self._active_request is None:
+            if should_continue() and not self.is_closing and self._active_request is None:
                 self._target_cache.reclaim_idle()
         return self.memory_pressure.can_reclaim
 
@@ -634,7 +643,7 @@ class Session:
         if self._is_forked:
             return
         with self._state_lock:
-            self._closing = True
+            self.is_closing = True
         self.cancel()
         with self._compute_lock, self._state_lock:
             if not self._closed:
@@ -659,12 +668,14 @@ class Session:
             return
         reader = self._reader
         if self._active_request and reader is not threading.current_thread() and reader.is_alive():
-            self._closing = True
+            self.is_closing = True
             self.cancel()
             self._closed_by_reader.wait(_EXIT_SECONDS)
         self.close()
 
     def _interrupt(self, interrupted: bool) -> None:
+        # Set this first, because a signal handler can cancel the reply between the calls.
+        self._is_interrupted = interrupted
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
 

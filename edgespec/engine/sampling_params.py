@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from edgespec.errors import OptionError, about_option
+from edgespec.errors import OptionError
 
 __all__ = ["SETTING_RANGES", "SamplingParams", "SettingRange", "check_biases"]
 
@@ -43,7 +43,7 @@ class SettingRange(NamedTuple):
         if number is None or not self.low <= number <= self.high:
             span = f"{self.low} to {self.high}" if is_whole else f"{self.low:g} to {self.high:g}"
             kind = "an integer" if is_whole else "a number"
-            raise OptionError(f"{name} must be {kind} from {span}, not {value!r}", self.hint)
+            raise OptionError(f"{name} must be {kind} from {span}, not {value!r}", self.hint, option=name)
         checked: float = number
         return checked
 
@@ -99,10 +99,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, limits in SETTING_RANGES.items():
-            with about_option(name):
-                object.__setattr__(self, name, limits.check(name, getattr(self, name)))
-        with about_option("logit_bias"):
-            object.__setattr__(self, "logit_bias", check_biases("logit_bias", self.logit_bias))
+            object.__setattr__(self, name, limits.check(name, getattr(self, name)))
+        object.__setattr__(self, "logit_bias", check_biases("logit_bias", self.logit_bias))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -134,15 +132,21 @@ def check_biases(name: str, biases: Any) -> dict[int, float]:
     """
     if not isinstance(biases, Mapping):
         raise OptionError(
-            f"{name} must be a dict, not {biases!r}", 'map token IDs to numbers, such as {"1523": -2.5}'
+            f"{name} must be a dict, not {biases!r}",
+            'map token IDs to numbers, such as {"1523": -2.5}',
+            option=name,
         )
     plain: dict[int, float] = {}
     for token, bias in biases.items():
         token_id, number = _plain(token, Integral), _plain(bias, Real)
         if token_id is None or token_id < 0:
-            raise OptionError(f"{name} contains an invalid token ID: {token!r}", "use non-negative integers")
+            raise OptionError(
+                f"{name} contains an invalid token ID: {token!r}", "use non-negative integers", option=name
+            )
         if number is None or not number < math.inf:
-            raise OptionError(f"{name} for token {token} must be a finite number or -inf, not {bias!r}")
+            raise OptionError(
+                f"{name} for token {token} must be a finite number or -inf, not {bias!r}", option=name
+            )
         plain[token_id] = number
     return plain
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from errno import EFBIG
 from pathlib import Path
@@ -30,6 +30,7 @@ from edgespec.system.checks import (
     parse_size,
 )
 from edgespec.system.files import format_bytes
+from edgespec.system.spelling import nearest
 
 __all__ = [
     "ACCEPTANCE",
@@ -64,6 +65,7 @@ __all__ = [
     "TextList",
     "TokenBiases",
     "WorkerList",
+    "check_names",
     "converted",
     "declared_options",
 ]
@@ -626,6 +628,18 @@ MAX_LOSS = Option(Share(), "drafting",
     " for two tokens). If set, this limit also applies to methods other than `auto`.",
     default_text="2% for auto, no limit for other methods")
 # fmt: on
+
+
+def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
+    """Raise OptionError for the first unknown option. The message suggests the most similar name."""
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            raise OptionError(
+                f"unknown option {name!r}",
+                f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",
+                code="option_unknown",
+            )
 
 
 def declared_options(arguments: type) -> dict[str, Option]:

@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 from edgespec.options.default_model import default_model
 from edgespec.options.load_options import LOAD_OPTIONS, LoadArguments
 from edgespec.options.methods import parse_method, readers_of
-from edgespec.options.option import ACCEPTANCES, MAX_DRAFT_LENGTH, ModelName, Option, Text
+from edgespec.options.option import ACCEPTANCES, MAX_DRAFT_LENGTH, ModelName, Option, Text, check_names
 from edgespec.options.reply_options import REPLY_OPTIONS, ReplyArguments
 from edgespec.system.spelling import nearest
 
@@ -28,7 +28,6 @@ __all__ = [
     "ReplyArguments",
     "as_bytes",
     "check_load_arguments",
-    "check_names",
     "load_arguments_for_another_model",
     "setting_value",
     "unknown_setting",
@@ -66,18 +65,6 @@ SETTINGS: Mapping[str, Option] = MappingProxyType(
     }
 )
 """The options that can be set for all runs, in the settings file or the environment."""
-
-
-def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
-    """Raise OptionError for the first unknown option. The message suggests the most similar name."""
-    for name in given:
-        if name not in known:
-            near = nearest(name, known)
-            raise OptionError(
-                f"unknown option {name!r}",
-                f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",
-                code="option_unknown",
-            )
 
 
 def unknown_setting(name: str, known: Iterable[str] | None = None) -> tuple[str, str]:

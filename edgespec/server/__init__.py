@@ -6,8 +6,8 @@ A request passes through these modules:
 2. `security.py` checks the Host and Origin headers and the API key.
 3. `endpoint.py` reads the body, validates it against the endpoint's pydantic model, and calls the
    endpoint's handler. If the client disconnects, the handler and its replies are cancelled.
-4. The handler translates the request into `ReplyRequest`s, enters `Service.generate`, and turns the events of
-   the `Generation` into JSON or an event stream. For APIs whose streams consist of named events,
+4. The handler translates the request into `GenerationRequest`s, enters `Service.generate`, and turns the
+   events of the `Generation` into JSON or an event stream. For APIs whose streams consist of named events,
    `reply_builder.py` does this.
 5. `models.py` lends the loaded model. `generation.py` reads the replies of the model's `RequestQueue`.
 

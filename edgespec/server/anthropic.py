@@ -24,7 +24,7 @@ from edgespec.server.fields import (
     reply_options,
     require_fields,
 )
-from edgespec.server.generation import ChatPrompt, ReplyRequest
+from edgespec.server.generation import ChatPrompt, GenerationRequest
 from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
 from edgespec.server.leniency.content import (
     content_of,
@@ -345,7 +345,7 @@ async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
     return json_response(count)
 
 
-def _request(body: AnthropicMessageRequest) -> ReplyRequest:
+def _request(body: AnthropicMessageRequest) -> GenerationRequest:
     if body.thread and body.thread.type == "continue":
         # Anthropic's client responds to this error by resending the whole conversation.
         raise ApiError(
@@ -362,7 +362,7 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
     options |= answer_constraint(constraints_in(body, options))
-    return ReplyRequest(_chat_prompt(body), options)
+    return GenerationRequest(_chat_prompt(body), options)
 
 
 def _chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:

@@ -19,7 +19,7 @@ from edgespec.errors import CancelledError, OptionError
 from edgespec.model.image import Image
 from edgespec.server.models import LoadedModel
 
-__all__ = ["ChatPrompt", "Generation", "ReplyPart", "ReplyRequest", "TextPrompt", "TokenPrompt"]
+__all__ = ["ChatPrompt", "Generation", "ReplyPart", "GenerationRequest", "RawPrompt", "TokenPrompt"]
 
 ReplyPart: TypeAlias = tuple[int, TextChunk | Reply]
 """A reply's index, with either a chunk of the reply or the finished reply."""
@@ -92,7 +92,7 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
+class RawPrompt:
     """Text to continue verbatim, without the chat template, optionally preceded by images."""
 
     text: str
@@ -115,10 +115,10 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyRequest:
+class GenerationRequest:
     """A reply to generate: its prompt, and its options as in `edgespec.ReplyArguments`."""
 
-    prompt: ChatPrompt | TextPrompt | TokenPrompt
+    prompt: ChatPrompt | RawPrompt | TokenPrompt
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -136,7 +136,7 @@ class Generation:
     def __init__(
         self,
         model: LoadedModel,
-        requests: Sequence[ReplyRequest],
+        requests: Sequence[GenerationRequest],
         on_end: Callable[[Reply | None], None],
         model_name: str = "",
     ) -> None:

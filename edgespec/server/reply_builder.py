@@ -10,7 +10,7 @@ from starlette.responses import Response
 from edgespec import Reply, Stats, TextChunk
 from edgespec.server.endpoint import Call
 from edgespec.server.errors import ApiError
-from edgespec.server.generation import Generation, ReplyRequest
+from edgespec.server.generation import Generation, GenerationRequest
 from edgespec.server.openai.report import report, timings
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
@@ -54,7 +54,7 @@ class ReplyBuilder(Protocol):
 
 async def respond(
     call: Call[Any],
-    request: ReplyRequest,
+    request: GenerationRequest,
     builder: ReplyBuilder,
     error_event: Callable[[ApiError], bytes],
 ) -> Response:
@@ -75,7 +75,7 @@ async def respond(
 
 
 async def _stream(
-    call: Call[Any], request: ReplyRequest, builder: ReplyBuilder
+    call: Call[Any], request: GenerationRequest, builder: ReplyBuilder
 ) -> AsyncGenerator[bytes, None]:
     async with call.service.generate(call.body.model, [request]) as generation:
         async for event in _events(call, generation, builder):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from edgespec import Embedding
-from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest
+from edgespec.server.generation import ChatPrompt, Generation, GenerationRequest
 from edgespec.server.metrics import Metrics
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
@@ -43,7 +43,7 @@ class Service:
 
     @asynccontextmanager
     async def generate(
-        self, model: str | None, requests: Sequence[ReplyRequest]
+        self, model: str | None, requests: Sequence[GenerationRequest]
     ) -> AsyncIterator[Generation]:
         """Load a model if necessary and queue replies. Cancels unfinished replies on exit.
 

@@ -34,7 +34,7 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.commands import table
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
-from edgespec.tui.model_choice import LoadOptions, chooses_draft, load_chosen, references_after
+from edgespec.tui.model_choice import ChosenLoadOptions, chooses_draft, load_chosen, references_after
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
@@ -334,7 +334,7 @@ class ChatApp(App[None]):
             chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
         before = chat.runtime.target
-        options = LoadOptions.of(chat.changed_load_options, changed, is_other=chosen.is_other)
+        options = ChosenLoadOptions.of(chat.changed_load_options, changed, is_other=chosen.is_other)
         load = load_chosen(self._load_other, self._plan_other, reference, options)
         switched = await self._loaded(self.model_thread.switch(load))
         if switched is None:

@@ -36,7 +36,7 @@ _OWN_DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class ChosenLoadOptions:
     """The load options of a model that the user has chosen.
 
     Attributes:
@@ -53,7 +53,7 @@ class LoadOptions:
     @classmethod
     def of(
         cls, before: Mapping[str, Any], changed: Mapping[str, Any] | None, *, is_other: bool
-    ) -> LoadOptions:
+    ) -> ChosenLoadOptions:
         """Return the options of a chosen model.
 
         Args:
@@ -76,7 +76,7 @@ class LoadOptions:
         return [name for name in self.wanted if name not in self.kept]
 
 
-def references_after(first: ModelReferences, reference: str, options: LoadOptions) -> ModelReferences:
+def references_after(first: ModelReferences, reference: str, options: ChosenLoadOptions) -> ModelReferences:
     """Return the references to a chat's models after it has loaded a model.
 
     Args:
@@ -170,7 +170,7 @@ def options_to_open(
     return {**changed, **options}
 
 
-def chooses_draft(reference: str, options: LoadOptions, preferences: Preferences) -> bool:
+def chooses_draft(reference: str, options: ChosenLoadOptions, preferences: Preferences) -> bool:
     """Return whether the user has chosen a draft model for the model that new chats open with.
 
     Args:
@@ -273,7 +273,7 @@ def plan_kept(
         del kept["context"]
 
 
-def load_chosen(load_other: LoadOther, plan: PlanModel, reference: str, options: LoadOptions) -> Load:
+def load_chosen(load_other: LoadOther, plan: PlanModel, reference: str, options: ChosenLoadOptions) -> Load:
     """Return a function that loads the model that the user has chosen.
 
     Args:

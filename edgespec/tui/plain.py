@@ -288,9 +288,8 @@ class PlainChat:
             self.console.note("\n".join(error_text(error)))
         self.use_reloaded_model()
         reply = state.reply if state is not None else None
-        entry = chat.finish_turn(
-            reply, None if state is None else state.messages[-1], leaving=self.console.leaving
-        )
+        message = state.message if state is not None else None
+        entry = chat.finish_turn(reply, message, leaving=self.console.leaving)
         if entry is not None:
             entry.thought_seconds = thought_seconds
             self.save()

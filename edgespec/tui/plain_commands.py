@@ -30,7 +30,7 @@ from edgespec.tui.commands.results import (
 from edgespec.tui.commands.setup import chosen_model
 from edgespec.tui.downloads import Download
 from edgespec.tui.model_choice import (
-    LoadOptions,
+    ChosenLoadOptions,
     chooses_draft,
     load_chosen,
     models_here,
@@ -253,7 +253,7 @@ def _switch_model(
     chat.console.note(f"Loading {reference}.")
     chat.console.interrupted.clear()
     before = chat.runtime.target
-    options = LoadOptions.of(chat.changed_load_options, changed, is_other=is_other)
+    options = ChosenLoadOptions.of(chat.changed_load_options, changed, is_other=is_other)
     job = chat.model_thread.switch(load_chosen(chat.load_other, chat.plan_other, reference, options))
     while not wait([job], _WAIT_SECONDS).done:
         if chat.console.interrupted.is_set():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.saved_chat import ModelReferences, SavedChat, Setting
     from edgespec.store.installed import InstalledModel
-    from edgespec.tui.model_choice import LoadOptions
+    from edgespec.tui.model_choice import ChosenLoadOptions
     from edgespec.tui.open_chat import OpenChat
 
 # Models that a first chat can open with, each with a remark and the kind of model to suggest in its place.
@@ -311,7 +311,7 @@ def switched_note(
     before: ModelFacts,
     runtime: ChatModel,
     options_before: Mapping[str, Any],
-    options: LoadOptions,
+    options: ChosenLoadOptions,
 ) -> str:
     """Return a note about a new model or changed load options, followed by the model's new notices.
 

@@ -337,7 +337,7 @@ class TurnScreen(ChatView):
     ) -> None:
         chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
-        message = state.messages[-1] if state is not None else None
+        message = state.message if state is not None else None
         entry = chat.finish_turn(ended, message, leaving=self.is_leaving)
         if entry is None:
             # No new text was generated, so show the previous conversation again.

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from edgespec.errors import CancelledError, WorkerLostError
+from edgespec.errors import CancelledError, TemplateError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
 from edgespec.system.waiting import SignalEvent
 from edgespec.tui.repetition import RepetitionWatch
 
 if TYPE_CHECKING:
     from edgespec import Message, Preview, Reply, TextChunk
-    from edgespec.api.sharing.base import ChatModel, ChatReply, Conversation
+    from edgespec.api.sharing.base import ChatModel, ChatReply
     from edgespec.api.sharing.chat_sharing import ChatSharing
     from edgespec.store.download import Progress
 
@@ -62,7 +62,7 @@ class Ask:
     Attributes:
         system: The system prompt.
         messages: The conversation. It ends with the message to reply to, or with a reply to continue.
-        options: Options for `Chat.continue_reply`.
+        options: Options for `Runtime.stream_messages`.
         written: The text generated so far, in pieces. The model thread appends to this list.
     """
 
@@ -75,13 +75,18 @@ class Ask:
 class ChatState(NamedTuple):
     """The state of a conversation after opening it or after a turn.
 
-    `is_repetitive` is set if the reply was stopped because it repeated itself.
+    Attributes:
+        context_used_tokens: Number of context tokens that the conversation occupies.
+        dropped_messages: Number of old messages left out of the prompt because the context was full.
+        reply: The reply, or None after opening the conversation.
+        message: The reply as a message, with the text that it continues.
+        is_repetitive: Whether the reply was stopped because it repeated itself.
     """
 
-    messages: tuple[Message, ...] = ()
     context_used_tokens: int = 0
     dropped_messages: int = 0
     reply: Reply | None = None
+    message: Message | None = None
     is_repetitive: bool = False
 
 
@@ -139,9 +144,15 @@ class ModelThread:
         return self._submit(lambda: self._switch(load))
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
-        """Switch the model thread to another conversation, such as a saved chat."""
+        """Check that the model can reply to messages, and count the tokens of a conversation."""
         copy = tuple(messages)
-        return self._submit(lambda: _state(self._loaded(can_cancel=False).chat(system, copy)))
+
+        def job() -> ChatState:
+            runtime = self._loaded(can_cancel=False)
+            runtime.check_template()
+            return ChatState(_count_tokens(runtime, system, copy))
+
+        return self._submit(job)
 
     def ask(self, ask: Ask) -> Future[ChatState]:
         """Generate a reply in the model thread."""
@@ -277,11 +288,13 @@ class ModelThread:
             return not self._cancelled.is_set()
 
         self.preparing = ("", 0.0)
-        chat = self._loaded().chat(ask.system, ask.messages)
+        runtime = self._loaded()
         self.preparing = ("", 0.0)
         with self._turn_of(lambda: progress(_WAITING, 0.0)):
             try:
-                stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
+                stream = self.stream = start_reply(
+                    runtime, ask.system, ask.messages, progress=progress, **ask.options
+                )
                 # The user may have cancelled the reply before its stream was created.
                 if self._cancelled.is_set():
                     stream.cancel()
@@ -295,11 +308,44 @@ class ModelThread:
                     if not is_repetitive and watch.add(chunk.raw_text):
                         is_repetitive = True
                         stream.cancel()
-                is_repetitive = is_repetitive and stream.reply.finish_reason == "cancelled"
-                return _state(chat, stream.reply)._replace(is_repetitive=is_repetitive)
+                return _state_after(stream, runtime, ask, is_repetitive=is_repetitive)
             finally:
                 self.stream = None
 
 
-def _state(chat: Conversation, reply: Reply | None = None) -> ChatState:
-    return ChatState(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply)
+def start_reply(
+    model: ChatModel, system: str | None, messages: Sequence[Message], **options: Any
+) -> ChatReply:
+    """Start the reply to a conversation, or continue the partial reply at its end.
+
+    See `Runtime.stream_messages` for the options and errors.
+    """
+    from edgespec.api.conversation import with_system
+    from edgespec.chat.reply_start import messages_to_answer
+
+    answered, reply_start = messages_to_answer(messages)
+    return model.stream_messages(with_system(system, answered), reply_start=reply_start, **options)
+
+
+def _state_after(stream: ChatReply, runtime: ChatModel, ask: Ask, *, is_repetitive: bool) -> ChatState:
+    """Return the state of a conversation after a reply."""
+    from edgespec.api.conversation import message_of
+
+    reply, dropped_messages = stream.reply, stream.dropped_messages
+    used_tokens = stream.prompt_tokens + len(reply.tokens)
+    is_cancelled = reply.finish_reason == "cancelled"
+    if is_cancelled and not (reply.answer or reply.reasoning):
+        # The conversation is as it was before.
+        used_tokens, dropped_messages = _count_tokens(runtime, ask.system, ask.messages), 0
+    message = message_of(reply, stream.reply_start)
+    return ChatState(used_tokens, dropped_messages, reply, message, is_repetitive and is_cancelled)
+
+
+def _count_tokens(runtime: ChatModel, system: str | None, messages: Sequence[Message]) -> int:
+    """Return the number of tokens of a conversation, or 0 if the chat template rejects it."""
+    from edgespec.api.conversation import with_system
+
+    if messages:
+        with suppress(TemplateError):
+            return runtime.count_tokens(with_system(system, messages))
+    return 0

@@ -135,7 +135,8 @@ class TestSameness:
         curve = CostCurve((1, 16), (0.001, 0.0011))
         monkeypatch.setattr(TargetCosts, "curve", lambda *_: curve)
         with edgespec.load("demo", context=256, methods=("model", "suffix")) as runtime:
-            auto: Any = runtime._session.drafters.choose("auto")[0]
+            drafters = runtime._session.drafters
+            auto: Any = drafters.choose(drafters.resolve("auto"))
             ticks = Ticks(request.param)
             auto._clock = auto._drafter._clock = auto.parts[0]._growth._clock = ticks
             target = runtime._session.target

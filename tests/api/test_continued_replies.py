@@ -43,7 +43,7 @@ def test_reply_cut_at_any_token_ends_the_same_when_continued(
         # Clear the cache and the remembered tokens, as if a newly started program had opened the chat.
         demo.clear_cache()
         chat = demo.chat("Be brief.", [Message("user", HOWTO), Message("assistant", start)])
-        chat._runtime._prompts._builder = None  # type: ignore[attr-defined]
+        demo._prompt_builder()._remembered.clear()
         left = options | {"max_tokens": options["max_tokens"] - cut}
         reply = chat.continue_reply(method=method, **left).wait()
         assert reply.tokens == uncut.tokens[cut:]

@@ -154,7 +154,7 @@ class TestFailures:
         drafter.step = fail
         runtime.generate(PROMPT, seed=1, max_tokens=20)
         runtime.run_idle_work(lambda: True)
-        assert runtime._session.report("saying").note == "saying stopped learning: the card has left"
+        assert runtime._session.report().note == "saying stopped learning: the card has left"
         drafter.step = lambda: None
         again = runtime.generate(PROMPT, seed=1, max_tokens=20)
         assert again.tokens == expected
@@ -168,7 +168,7 @@ class TestFailures:
         drafter.step = fail
         runtime.generate(PROMPT, max_tokens=4)
         runtime.run_idle_work(lambda: True)
-        assert runtime._session.report("saying").note == "saying stopped learning: ZeroDivisionError: one two"
+        assert runtime._session.report().note == "saying stopped learning: ZeroDivisionError: one two"
 
     def test_a_cancelled_step_is_not_a_failure(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def cancelled() -> None:
@@ -177,7 +177,7 @@ class TestFailures:
         drafter.step = cancelled
         runtime.generate(PROMPT, max_tokens=4)
         runtime.run_idle_work(lambda: True)
-        assert runtime._session.report("saying").note == ""
+        assert runtime._session.report().note == ""
 
     def test_one_drafter_fails_and_the_others_continue(self) -> None:
         one, other = IdleDrafter("one"), IdleDrafter("other")
@@ -190,7 +190,7 @@ class TestFailures:
         with with_drafter(table(1), both) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
             assert other.started.wait(SECONDS)
-            assert "one stopped learning: no" in runtime._session.report("all").note
+            assert "one stopped learning: no" in runtime._session.report().note
 
     def test_cache_lost_in_idle_work_is_recomputed(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def lose() -> None:

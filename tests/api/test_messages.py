@@ -137,8 +137,7 @@ def test_invalid_options_are_named(demo: Runtime) -> None:
 
 
 def test_a_model_without_chat_template_raises(demo: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo._prompts, "template", None)
-    monkeypatch.setattr(demo._prompts, "_builder", None)
+    monkeypatch.setattr(demo, "_prompts", None)
     with raises(TemplateError, code="template_missing"):
         demo.reply([user("x")])
 

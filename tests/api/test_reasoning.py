@@ -160,7 +160,7 @@ class TestConversations:
                 # The chat is saved while the reply is being generated, and opened by another program.
                 saved = [Message("user", FIRST), reply_message(opening + start)]
                 runtime.clear_cache()
-                runtime._prompts._builder = None
+                runtime._prompt_builder()._remembered.clear()
                 chat = runtime.chat(messages=saved)
                 left = OPTIONS | {"max_tokens": 60 - cut, "processors": [Begin(forced[cut:])]}
                 stream = chat.continue_reply(**left)
@@ -255,7 +255,7 @@ class TestMarkersThatAreControlTokens:
             assert (reply.text, reply.reasoning, reply.answer) == ("[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes.")
             asked = [*chat.messages, Message("user", "[THINK]?")]
             assert runtime.template is not None
-            builder = runtime._prompts._prompt_builder()
+            builder = runtime._prompt_builder()
             fresh = PromptBuilder(runtime.template, runtime.vocabulary).build(asked)
             assert builder.build(asked) == fresh
             assert fresh.text.startswith("[INST]Why?[/INST]Yes.</s>[INST]")
@@ -264,7 +264,7 @@ class TestMarkersThatAreControlTokens:
     def test_a_cut_reply_is_continued_with_the_same_tokens(self, model: TabularModel) -> None:
         written = model.vocabulary.tokenize("[THINK]Hm.[/THINK]Yes.</s>", special=True, start=False)
         with Runtime(model, None, DrafterSet(model)) as runtime:
-            prompt = runtime._prompts._prompt_builder().build([Message("user", "Why?")]).tokens
+            prompt = runtime._prompt_builder().build([Message("user", "Why?")]).tokens
             for cut in (1, 3, 5, 7):
                 pieces = map(model.vocabulary.raw_piece, written[:cut])
                 start = reply_message(b"".join(pieces).decode())

@@ -83,10 +83,10 @@ def test_replies_and_facts_equal_those_of_the_host(
     host: tuple[ChatSharing, Runtime], shared: SharedModel
 ) -> None:
     _, runtime = host
-    own = runtime.chat("Be brief.", [QUESTION])
-    expected = own.continue_reply(**SAMPLED).wait()
-    chat = shared.chat("Be brief.", [QUESTION])
-    stream = chat.continue_reply(**SAMPLED)
+    messages = [Message("system", "Be brief."), QUESTION]
+    own = runtime.stream_messages(messages, **SAMPLED)
+    expected = own.wait()
+    stream = shared.stream_messages(messages, **SAMPLED)
     chunks = []
     for chunk in stream:
         chunks.append(chunk)
@@ -94,8 +94,8 @@ def test_replies_and_facts_equal_those_of_the_host(
         assert len(stats.rounds) == stats.target_passes + stats.prompt_pass_tokens
     assert stream.reply.tokens == expected.tokens
     assert "".join(chunk.text for chunk in chunks) == expected.text
-    assert chat.messages == own.messages
-    assert chat.context_used_tokens == own.context_used_tokens
+    assert (stream.prompt_tokens, stream.reply_start) == (own.prompt_tokens, own.reply_start)
+    assert shared.count_tokens(messages) == runtime.count_tokens(messages)
     assert shared.target == runtime.target
     assert shared.draft == runtime.draft
     assert shared.drafters == runtime.drafters
@@ -122,13 +122,13 @@ def test_replies_of_two_chats_wait_for_each_other(
         return True
 
     def reply() -> None:
-        shared.chat(None, [QUESTION]).continue_reply(progress=progress, **SAMPLED).wait()
+        shared.stream_messages([QUESTION], progress=progress, **SAMPLED).wait()
 
     thread = threading.Thread(target=reply)
     with sharing.turn(lambda: None, lambda: True):
         thread.start()
         assert waits.wait(60)
-        assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
+        assert runtime.stream_messages([QUESTION], **SAMPLED).wait().tokens
         assert set(said) == {"waiting for another reply to finish"}
     thread.join(60)
     assert "reading the prompt" in said
@@ -137,29 +137,26 @@ def test_replies_of_two_chats_wait_for_each_other(
 def test_a_waiting_reply_can_be_given_up(host: tuple[ChatSharing, Runtime], shared: SharedModel) -> None:
     sharing, _ = host
     with sharing.turn(lambda: None, lambda: True), raises(errors.CancelledError, code="cancelled"):
-        shared.chat(None, [QUESTION]).continue_reply(progress=lambda *_: False, **SAMPLED)
+        shared.stream_messages([QUESTION], progress=lambda *_: False, **SAMPLED)
 
 
 def test_a_cancelled_reply_keeps_its_text(shared: SharedModel) -> None:
-    chat = shared.chat(None, [QUESTION])
-    stream = chat.continue_reply(**{**SAMPLED, "max_tokens": 900})
+    stream = shared.stream_messages([QUESTION], **{**SAMPLED, "max_tokens": 900})
     chunks = iter(stream)
     next(chunks)
     stream.cancel()
     rest = list(chunks)
     assert stream.reply.finish_reason == "cancelled"
     assert len(rest) < 100
-    assert chat.messages[-1].role == "assistant"
-    assert list(shared.chat(None, [QUESTION]).continue_reply(**SAMPLED)), "the host is free again"
+    assert stream.reply.text
+    assert list(shared.stream_messages([QUESTION], **SAMPLED)), "the host is free again"
 
 
 def test_errors_arrive_with_their_class_and_code(shared: SharedModel) -> None:
-    chat = shared.chat(None, [QUESTION])
     with raises(OptionError, "-1", option="temperature"):
-        chat.continue_reply(temperature=-1.0)
-    assert chat.messages == [QUESTION]
+        shared.stream_messages([QUESTION], temperature=-1.0)
     with pytest.raises(ContextFullError):
-        shared.chat(None, [Message("user", "word " * 3000)]).continue_reply(**SAMPLED)
+        shared.stream_messages([Message("user", "word " * 3000)], **SAMPLED)
     with raises(OptionError, "magic"):
         shared.method_for("magic")
     with pytest.raises(EdgespecError):
@@ -349,7 +346,7 @@ def test_the_end_of_the_host_during_a_reply_is_an_error(
     host_process: subprocess.Popen[str],
 ) -> None:
     shared = load(ChatSharing())
-    stream = shared.chat(None, [QUESTION]).continue_reply(**{**SAMPLED, "max_tokens": 900})
+    stream = shared.stream_messages([QUESTION], **{**SAMPLED, "max_tokens": 900})
     next(iter(stream))
     host_process.kill()
     with pytest.raises(WorkerLostError):
@@ -362,9 +359,9 @@ def test_a_chat_shares_the_model_of_the_server() -> None:
         shared = load(sharing)
         assert isinstance(shared, SharedModel)
         assert "edgespec serve" in shared.host
-        first = shared.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait()
+        first = shared.stream_messages([QUESTION], **SAMPLED).wait()
         # The server unloads the model at once, and loads it again.
-        again = shared.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait()
+        again = shared.stream_messages([QUESTION], **SAMPLED).wait()
         assert first.tokens == again.tokens
         assert not sharing.is_lost(shared)
         assert server.url
@@ -385,7 +382,7 @@ def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
         while not sharing._queue._running and monotonic() < deadline:  # type: ignore[union-attr]
             sleep(0.01)
         with sharing.turn(lambda: None, lambda: True):
-            assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
+            assert runtime.stream_messages([QUESTION], **SAMPLED).wait().tokens
 
 
 def test_a_chat_loads_the_model_itself_when_the_host_ends_while_it_loads() -> None:
@@ -420,7 +417,7 @@ def test_a_waiting_reply_can_be_given_up_although_the_host_is_suspended(
         return len(calls) < 5
 
     with raises(errors.CancelledError, code="cancelled"):
-        shared.chat(None, [QUESTION]).continue_reply(progress=progress, **SAMPLED)
+        shared.stream_messages([QUESTION], progress=progress, **SAMPLED)
     large = "word " * 1_000_000
     assert len(shared.vocabulary.tokenize(large, special=False, start=False)) > 100_000, "an estimate"
 
@@ -465,13 +462,13 @@ def test_a_reply_ends_unfinished_when_the_host_closes(
     host: tuple[ChatSharing, Runtime], shared: SharedModel
 ) -> None:
     sharing, _ = host
-    chat = shared.chat(None, [QUESTION])
-    stream = chat.continue_reply(**{**SAMPLED, "max_tokens": 900})
+    stream = shared.stream_messages([QUESTION], **{**SAMPLED, "max_tokens": 900})
     next(iter(stream))
     sharing.withdraw()
     with pytest.raises(WorkerLostError):
         list(stream)
-    assert chat.messages == [QUESTION]
+    with raises(EdgespecError, code="reply_unfinished"):
+        stream.reply  # noqa: B018
 
 
 def test_garbage_does_not_end_the_host(host: tuple[ChatSharing, Runtime], shared: SharedModel) -> None:

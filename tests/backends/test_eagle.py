@@ -246,7 +246,7 @@ def test_auto_with_a_head_and_a_draft_model_changes_no_reply(
     ):
         reply = drafting.generate("the file", **asked)
         assert reply.tokens == plain.generate("the file", **asked).tokens
-        assert drafting._session.drafters.choose("auto")[1].effective == "eagle+model+suffix"
+        assert drafting.method_for("auto").effective == "eagle+model+suffix"
 
 
 @pytest.mark.long

@@ -30,12 +30,12 @@ def drafters() -> DrafterSet:
 def test_methods_that_read_the_target_do_not_draft_with_images(
     drafters: DrafterSet, method: str, effective: str
 ) -> None:
-    drafter, report = drafters.choose(method, IMAGES)
-    assert report.effective == effective
-    assert (drafter is None) == (effective == "none")
+    resolved = drafters.resolve(method, IMAGES)
+    assert resolved.report.effective == effective
+    assert (drafters.choose(resolved) is None) == (effective == "none")
     left_out = {"eagle", "lowbit"} & set(method.split("+"))
-    assert all(name in report.reason for name in left_out)
-    assert drafters.choose(method)[1].effective == method
+    assert all(name in resolved.report.reason for name in left_out)
+    assert drafters.resolve(method).report.effective == method
 
 
 def test_drafters_are_named_unless_they_need_a_constraint() -> None:

@@ -312,7 +312,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
     check_partly_right(replies, always_right=row.method == "grammar")
     check_draft(runtime, row)
     if row.learn:
-        learnt = session.report(row.method).note
+        learnt = session.report().note
         assert "was trained" in learnt
         assert "uses the original draft model" not in learnt
     session.target = model

@@ -12,7 +12,7 @@ import pytest
 import edgespec
 from edgespec import Reply
 from edgespec.errors import CancelledError, OptionError
-from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
+from edgespec.server.generation import ChatPrompt, Generation, GenerationRequest, RawPrompt
 from edgespec.server.http_server import HttpServer
 from edgespec.server.models import LoadedModel
 from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels
@@ -29,7 +29,7 @@ def model() -> Iterator[LoadedModel]:
 def test_events_of_several_replies(model: LoadedModel) -> None:
     async def generate() -> tuple[dict[int, str], list[Reply]]:
         texts = {0: "", 1: ""}
-        requests = [ReplyRequest(TextPrompt("One"), {"max_tokens": 6, "seed": seed}) for seed in (1, 2)]
+        requests = [GenerationRequest(RawPrompt("One"), {"max_tokens": 6, "seed": seed}) for seed in (1, 2)]
         generation = Generation(model, requests, lambda _: None)
         await generation.start()
         replies = []
@@ -49,7 +49,7 @@ def test_cancelling_during_prefill(model: LoadedModel, monkeypatch: pytest.Monke
 
     async def generate() -> None:
         prompt = ChatPrompt([{"role": "user", "content": "word " * 700}])
-        generation = Generation(model, [ReplyRequest(prompt, {"max_tokens": 20})], ended.append)
+        generation = Generation(model, [GenerationRequest(prompt, {"max_tokens": 20})], ended.append)
         should_continue = generation._should_continue
 
         def cancel_first(description: str, fraction: float) -> bool:
@@ -68,8 +68,8 @@ def test_cancelling_during_prefill(model: LoadedModel, monkeypatch: pytest.Monke
 
 def test_an_invalid_request_cancels_the_others(model: LoadedModel) -> None:
     async def generate() -> None:
-        prompt = TextPrompt("One")
-        requests = [ReplyRequest(prompt, {"max_tokens": 1000}), ReplyRequest(prompt, {"max_tokens": 0})]
+        prompt = RawPrompt("One")
+        requests = [GenerationRequest(prompt, {"max_tokens": 1000}), GenerationRequest(prompt, {"max_tokens": 0})]
         generation = Generation(model, requests, lambda _: None)
         try:
             with pytest.raises(OptionError):

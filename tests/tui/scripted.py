@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from edgespec import (
     Stats,
     TextChunk,
 )
-from edgespec.chat.message import Message, reply_message
+from edgespec.chat.message import Message
 from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.chat.template import ChatTemplate
 from edgespec.decode.reply import exactness_for
@@ -116,17 +116,15 @@ def made_up_stats(chunks: int) -> Stats:
 class ScriptedStream:
     """The script's words as chunks, of which every third one is the target's own."""
 
-    def __init__(self, script: Script, on_end: Callable[[Reply | None], None], reply_start: str) -> None:
+    def __init__(self, script: Script, prompt_tokens: int, reply_start: str) -> None:
         self.script = script
         self.stats = Stats()
+        self.method = LIVE
+        self.prompt_tokens = prompt_tokens
+        self.dropped_messages = script.dropped
         self.reply_start = reply_start
-        self._on_end = on_end
         self._cancelled = threading.Event()
         self._reply: Reply | None = None
-
-    @property
-    def method(self) -> MethodReport:
-        return LIVE
 
     @property
     def reply(self) -> Reply:
@@ -143,7 +141,6 @@ class ScriptedStream:
         said = ""
         for place, word in enumerate(words):
             if script.error is not None and place == script.error_after:
-                self._on_end(None)
                 raise script.error
             if script.gate is not None:
                 while not script.gate.wait(0.005):
@@ -176,37 +173,11 @@ class ScriptedStream:
             reasoning,
             answer,
         )
-        self._on_end(self._reply)
 
 
-class ScriptedChat:
-    """A conversation that answers from the runtime's scripts."""
-
-    def __init__(self, runtime: ScriptedRuntime, system: str | None, messages: Sequence[Message]) -> None:
-        self.system = system
-        self.messages = list(messages)
-        self.context_used_tokens = 12 * len(messages)
-        self.dropped_messages = 0
-        self._runtime = runtime
-
-    def continue_reply(self, **options: Any) -> ScriptedStream:
-        last_user = max(place for place, message in enumerate(self.messages) if message.role == "user")
-        messages = self.messages[: last_user + 1]
-        start = "".join(message.text for message in self.messages[len(messages) :])
-        self._runtime.asked.append((self.system, messages[-1].content, options))
-        before = self.messages
-        script = self._runtime.scripts.pop(0) if self._runtime.scripts else Script()
-
-        def on_end(reply: Reply | None) -> None:
-            if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
-                self.messages = before
-                return
-            self.messages = [*messages, reply_message(start + reply.text)]
-            self.context_used_tokens = 100 * len(self.messages)
-            self.dropped_messages = script.dropped
-
-        self.messages = messages
-        return ScriptedStream(script, on_end, start)
+def _turns(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages without the system prompt."""
+    return [message for message in messages if message.role != "system"]
 
 
 class WordVocabulary:
@@ -274,8 +245,20 @@ class ScriptedRuntime:
         kept = PrefixCacheUsage(3, 45_000_000, 4 << 30, 90_000_000, 2 << 30, 7, 12_345)
         return MemoryUse(12_551_392, 6_291_456, 123_000_000, kept)
 
-    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> ScriptedChat:
-        return ScriptedChat(self, system, messages)
+    def check_template(self) -> None:
+        pass
+
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        return 12 * len(_turns(messages))
+
+    def stream_messages(
+        self, messages: Sequence[Message], *, reply_start: str = "", **options: Any
+    ) -> ScriptedStream:
+        turns = _turns(messages)
+        system = messages[0].content if len(turns) < len(messages) else None
+        self.asked.append((system, messages[-1].content, options))
+        script = self.scripts.pop(0) if self.scripts else Script()
+        return ScriptedStream(script, 100 * (len(turns) + 1), reply_start)
 
     def close(self) -> None:
         self.closed = True

@@ -24,7 +24,7 @@ from edgespec.options.option import Choice, Flag
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
 from edgespec.tui.model_choice import (
-    LoadOptions,
+    ChosenLoadOptions,
     kept_options,
     load_options_of,
     models_here,
@@ -249,7 +249,7 @@ def test_a_saved_chat_keeps_each_load_option(name: str, tmp_path: Path) -> None:
     for text in (typed.format(file), "default"):
         changed = with_load_setting({}, name, text)
         models = references_after(
-            ModelReferences("demo"), "demo", LoadOptions.of({}, changed, is_other=False)
+            ModelReferences("demo"), "demo", ChosenLoadOptions.of({}, changed, is_other=False)
         )
         messages = MessageTree.linear([Message("user", "Hello")])
         saved = SavedChat("one", messages, NOON, NOON, target="demo", models=models)
@@ -263,14 +263,14 @@ def test_a_file_in_the_current_folder_is_found_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.gguf").touch()
-    options = LoadOptions.of({}, with_load_setting({}, name, "file.gguf"), is_other=False)
+    options = ChosenLoadOptions.of({}, with_load_setting({}, name, "file.gguf"), is_other=False)
     models = references_after(ModelReferences("demo"), "demo", options)
     monkeypatch.chdir("/")
     assert models_here(models) == models
 
 
 def test_methods_that_were_loaded_for_a_chat_are_kept() -> None:
-    options = LoadOptions.of({}, {"methods": ("lookahead",)}, is_other=False)
+    options = ChosenLoadOptions.of({}, {"methods": ("lookahead",)}, is_other=False)
     models = references_after(ModelReferences("demo"), "demo", options)
     assert load_options_of(models)["methods"] == ("lookahead",)
 

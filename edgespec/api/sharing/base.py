@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from edgespec.engine.stats import Stats
     from edgespec.store.installed import RecommendedSetting
 
-__all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedHead", "Tokenizer"]
+__all__ = ["ChatModel", "ChatReply", "Head", "Identity", "NamedHead", "Tokenizer"]
 
 # Options that do not affect replies. They may differ from those of the program that loaded the model.
 _IGNORED_OPTIONS = ("prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
@@ -45,12 +45,10 @@ class ChatReply(Protocol):
     """A reply that is being generated. See `edgespec.ReplyStream`."""
 
     stats: Stats
+    method: MethodReport
     prompt_tokens: int
     dropped_messages: int
     reply_start: str
-
-    @property
-    def method(self) -> MethodReport: ...
 
     @property
     def reply(self) -> Reply: ...
@@ -62,18 +60,6 @@ class ChatReply(Protocol):
     def cancel(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Conversation(Protocol):
-    """A conversation with a model. See `edgespec.Chat`."""
-
-    messages: list[Message]
-    dropped_messages: int
-
-    @property
-    def context_used_tokens(self) -> int: ...
-
-    def continue_reply(self, **options: Any) -> ChatReply: ...
 
 
 class Tokenizer(Protocol):
@@ -127,6 +113,8 @@ class ChatModel(Protocol):
     @property
     def vocabulary(self) -> Tokenizer: ...
 
+    def check_template(self) -> None: ...
+
     def has_thinking_switch(self) -> bool: ...
 
     def check_options(self, **options: Unpack[StreamArguments]) -> None: ...
@@ -145,7 +133,10 @@ class ChatModel(Protocol):
 
     def memory_bytes(self) -> int: ...
 
-    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Conversation: ...
+    def count_tokens(self, messages: Sequence[Message]) -> int: ...
+
+    @property
+    def stream_messages(self) -> Callable[..., ChatReply]: ...
 
     def close(self) -> None: ...
 

@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 import edgespec
 from edgespec import (
-    Chat,
     Exactness,
     Image,
     MemoryUse,
@@ -149,6 +148,9 @@ class SharedModel:
     def min_tokens(self, text: str) -> int:
         return int(self._asked(0, "min_tokens", text))
 
+    def check_template(self) -> None:
+        self._asked(None, "check_template")
+
     def has_thinking_switch(self) -> bool:
         return bool(self._asked(True, "has_thinking_switch"))
 
@@ -190,20 +192,11 @@ class SharedModel:
         """Return the resident memory of this process in bytes, which does not include the model."""
         return resident_bytes()
 
-    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Chat[SharedReply]:
-        """Start a conversation. See `Runtime.chat`."""
-        return Chat(self, system, messages)
-
     def stream_messages(
-        self,
-        messages: Sequence[Message],
-        *,
-        on_end: Callable[[Reply | None], None],
-        progress: Progress | None = None,
-        **options: Any,
+        self, messages: Sequence[Message], *, progress: Progress | None = None, **options: Any
     ) -> SharedReply:
         """Start a reply. See `Runtime.stream_messages`."""
-        return SharedReply(self._ask("stream", (messages,), options), self.lost, on_end, progress)
+        return SharedReply(self._ask("stream", (messages,), options), self.lost, progress)
 
     def is_there(self) -> bool:
         """Return whether the other program still provides the model."""
@@ -259,7 +252,6 @@ class SharedReply:
     Args:
         connection: The connection to the host, which has accepted the request.
         lost: Returns the error to raise if the other process exits.
-        on_end: Called once, with the reply or with None if it failed.
         progress: Called while the prompt is processed. Returning False cancels the reply.
 
     Raises:
@@ -272,11 +264,9 @@ class SharedReply:
         self,
         connection: Connection,
         lost: Callable[[], WorkerLostError],
-        on_end: Callable[[Reply | None], None],
         progress: Progress | None,
     ) -> None:
         self._connection, self._lost, self._progress = connection, lost, progress
-        self._on_end: Callable[[Reply | None], None] = lambda _: None
         self._reply: Reply | None = None
         self._cancelled_at: float | None = None
         # `cancel` can run in any thread, and must not write to a connection that is being closed. The lock is
@@ -288,7 +278,7 @@ class SharedReply:
         _, (start, method) = self._receive()
         self.method: MethodReport = method
         self.prompt_tokens, self.dropped_messages, self.reply_start = start
-        self._on_end, self._has_started = on_end, True
+        self._has_started = True
 
     @property
     def reply(self) -> Reply:
@@ -307,7 +297,6 @@ class SharedReply:
                 self._reply = value
                 self.stats, self.method = value.stats, value.method
                 self._close_connection()
-                self._on_end(value)
 
     def wait(self) -> Reply:
         """Wait until the reply is complete, and return it."""
@@ -358,7 +347,6 @@ class SharedReply:
     def _fail(self, error: Exception) -> Exception:
         """End the reply, and return the error to raise."""
         self._close_connection()
-        self._on_end(None)
         return error
 
     def _close_connection(self) -> None:

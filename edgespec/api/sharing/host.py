@@ -35,6 +35,7 @@ __all__ = ["Facts", "HostRequest", "HostedModel", "ModelHost", "ModelProvider"]
 # Methods of a runtime that other programs may call.
 _CALLS = (
     "check_options",
+    "check_template",
     "count_tokens",
     "has_thinking_switch",
     "image_tokens",

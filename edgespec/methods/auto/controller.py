@@ -369,9 +369,6 @@ class AutoController(Drafter):
             replies=self._now.replies,
         )
         return ControllerReport(
-            step_seconds,
-            loss_tracker.credit_seconds,
-            loss_tracker.max_loss,
             speed_up if loss_tracker.tokens >= MIN_COMPARED_TOKENS else None,
             speed_up * self.costs.uncertainty,
             tuple(self._contributors) if loss_tracker.credit_seconds > 0.0 or drafts_often else (),
@@ -409,8 +406,6 @@ class ControllerReport(NamedTuple):
     """Report on how drafting affects the speed of a reply.
 
     Attributes:
-        credit_seconds: Time saved so far. Negative if speculation has cost more than it saved.
-        max_loss: Maximum time that speculation may cost, as a fraction of the plain decoding time.
         speed_up: Speed relative to plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
         drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
@@ -419,9 +414,6 @@ class ControllerReport(NamedTuple):
         unused: The drafters that run a model but have drafted nothing in this reply.
     """
 
-    target_step_seconds: float
-    credit_seconds: float
-    max_loss: float
     speed_up: float | None
     uncertainty: float
     drafters: tuple[str, ...]

@@ -24,7 +24,7 @@ from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ItemFields, Off, One, ReplyFields, reply_options
-from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
+from edgespec.server.generation import ChatPrompt, Generation, GenerationRequest, RawPrompt
 from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
 from edgespec.server.leniency.content import (
     SystemPrompt,
@@ -215,7 +215,7 @@ Formatter = Callable[[OllamaPart], Mapping[str, Any]]
 """A function that returns the response fields for a part of a reply."""
 
 
-async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) -> Response:
+async def respond(call: Call[Any], request: GenerationRequest, formatted: Formatter) -> Response:
     """Generate a reply and return the response: a stream, unless the request has `stream: false`.
 
     Args:
@@ -229,7 +229,7 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
         (reply,) = await generation.replies()
-        raw = isinstance(request.prompt, TextPrompt)
+        raw = isinstance(request.prompt, RawPrompt)
         part = OllamaPart(reply.text) if raw else OllamaPart(reply.answer, reply.reasoning, reply.tool_calls)
         logprobs = _logprobs(reply.logprobs) if fields.wanted_logprobs is not None else {}
         head = _head(generation.model_name)
@@ -241,13 +241,13 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
 
 
 async def _stream(
-    call: Call[Any], request: ReplyRequest, formatted: Formatter
+    call: Call[Any], request: GenerationRequest, formatted: Formatter
 ) -> AsyncGenerator[bytes, None]:
     """Yield the lines of a streamed reply. Tool calls follow the text, because Ollama sends them whole."""
     fields: OllamaFields = call.body
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
-        raw = isinstance(request.prompt, TextPrompt)
+        raw = isinstance(request.prompt, RawPrompt)
         async for _, event in generation.events():
             head = _head(generation.model_name)
             if isinstance(event, TextChunk):
@@ -405,7 +405,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
     offered = offered_tools(body.tools or ())
     choice = checked_choice(body.tool_choice, offered, body.tools or ())
     prompt = ChatPrompt.from_messages(messages, offered.definitions, choice)
-    return await respond(call, ReplyRequest(prompt, options_of(body)), _formatted_message)
+    return await respond(call, GenerationRequest(prompt, options_of(body)), _formatted_message)
 
 
 def _converted_message(index: int, message: OllamaMessage) -> dict[str, Any]:
@@ -488,14 +488,14 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
     if not body.prompt:
         return await load_model(call, _formatted_text)
     return await respond(
-        call, ReplyRequest(_generate_prompt(body, body.prompt), options_of(body)), _formatted_text
+        call, GenerationRequest(_generate_prompt(body, body.prompt), options_of(body)), _formatted_text
     )
 
 
-def _generate_prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
+def _generate_prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | RawPrompt:
     images = _read_images(body.images, "images")
     if body.raw:
-        return TextPrompt(prompt, tuple(each.image for each in images))
+        return RawPrompt(prompt, tuple(each.image for each in images))
     system = [{"role": "system", "content": body.system}] if body.system else []
     return ChatPrompt([*system, {"role": "user", "content": prompt, "images": images}])
 

@@ -17,7 +17,7 @@ from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.fields import Ignored, ItemFields
-from edgespec.server.generation import ChatPrompt, ReplyRequest
+from edgespec.server.generation import ChatPrompt, GenerationRequest
 from edgespec.server.leniency.content import (
     SystemPrompt,
     content_of,
@@ -207,7 +207,7 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
         return json_response(completion)
 
 
-def _requests(body: ChatRequest) -> list[ReplyRequest]:
+def _requests(body: ChatRequest) -> list[GenerationRequest]:
     more: dict[str, Any] = {"logprobs": body.wanted_logprobs}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
@@ -218,7 +218,7 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
     choice = checked_choice(choice, offered, tools, parallel=parallel)
     prompt = chat_prompt(body.messages, offered.definitions, choice, system=body.system)
     return [
-        ReplyRequest(prompt, {**body.reasoning_options(), **options, **more})
+        GenerationRequest(prompt, {**body.reasoning_options(), **options, **more})
         for options in requests_options(body)
     ]
 

@@ -14,7 +14,7 @@ from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import MaxTokensOrZero
-from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
+from edgespec.server.generation import GenerationRequest, RawPrompt, TokenPrompt
 from edgespec.server.models import LoadedModel
 from edgespec.server.openai.fields import (
     MAX_CHOICES,
@@ -125,7 +125,7 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
         return json_response(completion)
 
 
-def _requests(body: CompletionRequest) -> list[ReplyRequest]:
+def _requests(body: CompletionRequest) -> list[GenerationRequest]:
     prompts = texts_in(body.prompt)
     choices = body.n or 1
     if not prompts or len(prompts) * choices > MAX_CHOICES:
@@ -139,21 +139,21 @@ def _requests(body: CompletionRequest) -> list[ReplyRequest]:
     options = [{**each, "logprobs": logprobs} for each in requests_options(body)]
     if (body.echo and logprobs is not None) or body.max_tokens == 0:
         options = [{**each, "prompt_logprobs": logprobs or 0} for each in options]
-    return [ReplyRequest(_prompt(text), each) for text in prompts for each in options]
+    return [GenerationRequest(_prompt(text), each) for text in prompts for each in options]
 
 
-def _prompt(text: str | list[int]) -> TextPrompt | TokenPrompt:
-    return TextPrompt(text) if isinstance(text, str) else TokenPrompt(text)
+def _prompt(text: str | list[int]) -> RawPrompt | TokenPrompt:
+    return RawPrompt(text) if isinstance(text, str) else TokenPrompt(text)
 
 
-def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) -> str:
+def _echoed(body: CompletionRequest, request: GenerationRequest, model: LoadedModel) -> str:
     prompt = request.prompt
     if not body.echo:
         return ""
     if isinstance(prompt, TokenPrompt):
         vocabulary = model.runtime.vocabulary
         return b"".join(map(vocabulary.piece, prompt.tokens)).decode("utf-8", "replace")
-    assert isinstance(prompt, TextPrompt)
+    assert isinstance(prompt, RawPrompt)
     return prompt.text
 
 
@@ -162,13 +162,13 @@ def _logprobs(tokens: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogp
 
 
 def _prompt_logprobs(
-    body: CompletionRequest, request: ReplyRequest, model: LoadedModel, tokens: Sequence[TokenLogprobs]
+    body: CompletionRequest, request: GenerationRequest, model: LoadedModel, tokens: Sequence[TokenLogprobs]
 ) -> TextLogprobs | None:
     """Return the log-probabilities of a prompt's tokens, or None if they were not requested."""
     if not body.echo or wanted_logprobs(body.logprobs, body.top_logprobs) is None:
         return None
     piece, prompt = model.runtime.vocabulary.piece, request.prompt
-    if isinstance(prompt, TextPrompt):
+    if isinstance(prompt, RawPrompt):
         return prompt_logprobs(tokens, spelled_in(prompt.text, tokens, piece))
     return prompt_logprobs(tokens, [piece(each.token) for each in tokens])
 
@@ -184,7 +184,7 @@ def _joined(first: TextLogprobs | None, second: TextLogprobs | None) -> TextLogp
     }
 
 
-async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
+async def _stream(call: Call[CompletionRequest], requests: list[GenerationRequest]) -> AsyncGenerator[bytes, None]:
     body = call.body
     async with call.service.generate(body.model, requests) as generation:
         head = completion_head("cmpl", "text_completion", generation.model_name)

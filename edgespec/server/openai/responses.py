@@ -17,7 +17,7 @@ from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.endpoint import Call, endpoint
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ItemFields, require_fields
-from edgespec.server.generation import ChatPrompt, ReplyRequest
+from edgespec.server.generation import ChatPrompt, GenerationRequest
 from edgespec.server.leniency.content import (
     content_of,
     omitted_parts,
@@ -386,7 +386,7 @@ async def create_response(call: Call[ResponsesRequest]) -> Response:
     return await respond(call, _request(body, offered, stored_items), builder, builder.failed)
 
 
-def _request(body: ResponsesRequest, offered: OfferedTools, stored_items: StoredItems) -> ReplyRequest:
+def _request(body: ResponsesRequest, offered: OfferedTools, stored_items: StoredItems) -> GenerationRequest:
     if body.previous_response_id:
         raise invalid_request(
             "the server does not store responses; leave previous_response_id out, and send the whole"
@@ -403,7 +403,7 @@ def _request(body: ResponsesRequest, offered: OfferedTools, stored_items: Stored
         options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
-    return ReplyRequest(chat_prompt(body, offered, stored_items), {**body.reasoning_options(), **options})
+    return GenerationRequest(chat_prompt(body, offered, stored_items), {**body.reasoning_options(), **options})
 
 
 def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: StoredItems) -> ChatPrompt:

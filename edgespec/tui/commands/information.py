@@ -42,6 +42,7 @@ from edgespec.tui.texts import (
     show_rows,
     why_no_speed_up,
 )
+from edgespec.tui.worker import start_reply
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MethodReport, Stats
@@ -320,7 +321,7 @@ def _race(context: Context) -> Result:
 
     def work(runtime: ChatModel, is_cancelled: Callable[[], bool]) -> Race:
         def start(**each: Any) -> ChatReply:
-            return runtime.chat(system, messages).continue_reply(**each)
+            return start_reply(runtime, system, messages, **each)
 
         def report(description: str, fraction: float) -> bool:
             progress.report(description, fraction)

@@ -175,9 +175,10 @@ class TestReplies:
                 options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 16}
                 got = chat.ask(text, draft_length=4, **options)
                 runtime._session.run_idle_work(lambda: True)
+                note = runtime._session.report().note
                 assert alone.ask(text, method="none", **options).tokens == got.tokens
                 assert got.stats.drafted_tokens
-            assert "steps on" in runtime._session.report("model").note
+            assert "steps on" in note
 
     @pytest.mark.long
     def test_training_improves_acceptance_on_repeated_text(self, demo: tuple[MlxModel, MlxModel]) -> None:
@@ -202,7 +203,8 @@ class TestReplies:
         target, draft = demo
         notes = SavedArrays("online", "pair", tmp_path)
         with paired(target, draft, notes) as runtime:
-            drafter = runtime._session.drafters.choose("model")[0]
+            drafters = runtime._session.drafters
+            drafter = drafters.choose(drafters.resolve("model"))
             assert isinstance(drafter, OnlineDrafter)
             trainer = drafter.trainer._trainer
             ruined = {name: array + 0.3 for name, array in trainer.adapter_weights().items()}
@@ -216,7 +218,7 @@ class TestReplies:
             assert tokens >= 16
             assert after < before
             assert not trainer.adapted
-            said = runtime._session.report("model").note
+            said = runtime._session.report().note
             assert "uses the original draft model" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
@@ -227,7 +229,8 @@ class TestReplies:
     def test_a_reply_without_rejections_is_scored(self) -> None:
         target, draft = (load(models_folder() / "demo-mlx-draft") for _ in range(2))
         with paired(target, draft) as runtime:
-            drafter = runtime._session.drafters.choose("model")[0]
+            drafters = runtime._session.drafters
+            drafter = drafters.choose(drafters.resolve("model"))
             assert isinstance(drafter, OnlineDrafter)
             drafter.trainer._steps = 1
             stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
@@ -320,7 +323,7 @@ class TestInTheBackground:
             for i, text in enumerate(ASKED[:2] * 3):
                 assert runtime.generate(text, seed=1, max_tokens=32, draft_length=4).tokens == expected[text]
                 threading.Event().wait(0.1 * i)
-            assert "stopped learning" not in runtime._session.report("model").note
+            assert "stopped learning" not in runtime._session.report().note
 
     @pytest.mark.long
     @pytest.mark.parametrize("delay", [0.0, 0.5])

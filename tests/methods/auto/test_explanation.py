@@ -198,8 +198,8 @@ def test_successful_drafters_are_reported() -> None:
 
 def test_a_failed_retry_is_reported_as_plain_decoding() -> None:
     reply = Reply(20, wide=2.9, right=False)
-    tried = reply.goes_on(22)
-    assert tried.credit_seconds < 0.0
+    reply.goes_on(22)
+    assert reply._drafter.loss_tracker.credit_seconds < 0.0
     account = reply.goes_on(100)
     assert account.drafters == ()
     assert account.reason != "drafting saves time here"
