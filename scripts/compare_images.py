@@ -132,7 +132,7 @@ def _running(binary: Path, target: Path, projector: Path, threads: int) -> Itera
     flags += ["--threads", threads, "--threads-batch", threads, "--batch-size", 512, "--ubatch-size", 512]
     flags += ["--ctx-size", CONTEXT_TOKENS, "--parallel", 1, "--cache-ram", 0, "--no-cache-prompt"]
     # The types that edgespec uses on CPUs.
-    flags += ["--flash-attn", "on", "--cache-type-k", "bf16", "--cache-type-v", "f16"]
+    flags += ["--flash-attn", "on", "--cache-type-k", "f16", "--cache-type-v", "bf16"]
     server = LlamaServer(binary, [*map(str, flags)])
     try:
         server.start()

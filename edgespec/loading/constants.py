@@ -6,12 +6,13 @@ from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 
 # --- Bit-exact passes (`exact.py`) ---
 
-# `auto` accepts bit-exact passes if their expected speed is at least this fraction of the speed of
-# unrestricted passes. The value was chosen as an acceptable price for identical replies (docs/exactness.md).
+# `auto` accepts bit-exact passes if their expected speed is at least this fraction of the speed with
+# `--exactness off`. The value was chosen as an acceptable price for identical replies (docs/exactness.md).
 MIN_EXACT_SPEED = 0.97
-# `auto` pads plain decoding to wider passes only if they take at most this fraction longer. Like
-# `MIN_EXACT_SPEED`, this value was chosen as an acceptable price for identical replies.
-MAX_PADDING_LOSS = 0.03
+# `auto` pads plain decoding to wider passes, or does without repacking, only if single-token passes then take
+# at most this fraction longer. Like `MIN_EXACT_SPEED`, the value was chosen as an acceptable price for
+# identical replies.
+MAX_PLAIN_LOSS = 0.03
 # Pass widths to measure and compare, up to the pass over the longest draft. They were chosen so that wide
 # passes are sampled more sparsely.
 COMPARED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, MAX_DRAFT_LENGTH, MAX_DRAFT_LENGTH + 1)
@@ -28,6 +29,23 @@ HEAD_COST = 0.05
 # Configurations whose expected speeds differ by less than this fraction count as equally fast. The one that
 # is fastest in repetitive text is then used. The value was chosen to be below the measurement noise.
 EQUALLY_FAST = 0.02
+
+# --- Speed of the attention kernels (`attention_speed.py`) ---
+
+# Number of prompt tokens and of single-token passes to time after `LONGEST_CONTEXT`. llama.cpp's attention
+# has another kernel for at least 64 tokens. Both were chosen to be as small as possible, because a pass of a
+# large model can take a second.
+TIMED_PROMPT_TOKENS, TIMED_STEPS = 64, 3
+# Number of tokens to process and then repeat to fill the context. The number was chosen to be small, because
+# the contents of the cache hardly matter for the speed.
+FILLING_TOKENS = 8
+# Share of the time of a turn of a chat that is assumed to be spent on reading the prompt. The value was
+# derived from a message of 256 tokens and a reply of 128, which took SmolLM2 18% to 21% (x86 CPU, Q4_K_M,
+# also padded to 1.8 GB).
+PROMPT_SHARE = 0.2
+# Compare the kernels again, and use the shorter durations, if their relative speed is between this value and
+# `MIN_EXACT_SPEED`. The value was chosen to be below it by more than other programs usually change a speed.
+UNCERTAIN_SPEED = 0.85
 
 # --- Bit-exactness trial (`bit_exactness.py`) ---
 

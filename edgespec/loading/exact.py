@@ -3,8 +3,9 @@
 The logits of a token can depend on the number of tokens that the model computes at once: the width of the
 pass. Widths with equal logits, bit for bit, form a class (see `bit_exactness`). Which class is best, and
 whether to repack the weights, depends on the machine: repacked weights are faster, but can have narrower
-classes. Both are chosen by expected speed. The measurements for this are taken and saved when a model is
-first loaded on a machine with a given build of the library.
+classes. Both are chosen by expected speed. The kernels that make widths agree can also be slower than those
+without this restriction. The measurements for this are taken and saved when a model is first loaded on a
+machine with a given build of the library.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from edgespec.errors import EdgespecError
+from edgespec.loading.attention_speed import AttentionSpeed, compare_attention
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
 from edgespec.loading.constants import (
     COMPARED_REPEATS,
@@ -23,7 +25,7 @@ from edgespec.loading.constants import (
     COMPARED_WIDTHS,
     EQUALLY_FAST,
     HEAD_COST,
-    MAX_PADDING_LOSS,
+    MAX_PLAIN_LOSS,
     MIN_EXACT_SPEED,
     REPEATING_RATE,
     TEXT_RATE,
@@ -115,14 +117,34 @@ class _Choice:
     Attributes:
         found: The class, or None if passes are unrestricted.
         repack: Whether the weights are repacked.
-        speed: Expected speed, as a fraction of the speed of unrestricted passes. None if it was not measured.
+        speed: Expected speed, as a fraction of the speed with `--exactness off`. None if it was not measured.
         threads: Number of CPU threads for which the class was found.
+        exact: Whether to use kernels that do not depend on the pass width. See `LoadOptions.exact`.
     """
 
     found: WidthClass | None
     repack: bool
     speed: float | None
     threads: int = 0
+    exact: bool = True
+
+
+class _ClassSpeed(NamedTuple):
+    """The expected speeds of a class of pass widths, in tokens per second.
+
+    Attributes:
+        typical: Speed on average, with the drafters at hand.
+        repeating: Speed for repetitive text.
+        plain: Speed of plain decoding.
+        found: The class.
+        repack: Whether the weights are repacked.
+    """
+
+    typical: float
+    repeating: float
+    plain: float
+    found: WidthClass
+    repack: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +157,20 @@ class _TrialResult:
         threads: Number of CPU threads in the trial. 0 if the backend does not choose it.
         is_disturbed: Whether other programs were busy, so that the trial must be repeated when the machine is
             idle.
+        attention: Speeds relative to those with the attention kernels of `--exactness off`. None if the
+            kernels are the same, or if the weights are not repacked.
     """
 
     classes: Sequence[WidthClass]
     seconds: Callable[[int], float] | None
     threads: int
     is_disturbed: bool
+    attention: AttentionSpeed | None = None
 
 
 # Identifies the version of the trial in saved results. Change it whenever the trial can detect more
-# differences, so that models are tested again.
-_TRIAL = "long contexts with MLX"
+# differences or measures more, so that models are tested again.
+_TRIAL = "first and output layers, f16 keys, long contexts with MLX"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
 
@@ -235,7 +260,7 @@ class _ExactLoading:
     def run(self) -> LoadedTarget:
         try:
             choice = self._choose()
-            wanted = self._options(choice.repack)
+            wanted = replace(self._options(choice.repack), exact=choice.exact)
             if self._loaded is not None and self._loaded.options != wanted:
                 self._close()
             loaded, self._loaded = self._loaded or self.load(wanted), None
@@ -248,8 +273,6 @@ class _ExactLoading:
         return loaded
 
     def _options(self, repack: bool) -> LoadOptions:
-        # Even if passes are unrestricted, kernels that do not depend on the pass width keep replies close to
-        # plain decoding.
         return replace(self.options, exact=True, repack=repack)
 
     def _close(self) -> None:
@@ -260,38 +283,52 @@ class _ExactLoading:
     def _choose(self) -> _Choice:
         """Return the best configuration, from saved trials where possible."""
         first = self._trial(repack=True)
+        attention = first.attention or AttentionSpeed(1.0, 1.0)
+        slowest = min(1.0, attention.decoding, attention.turn)
+        # Even if passes are unrestricted, kernels that do not depend on the pass width keep replies close to
+        # plain decoding, so use them unless they are slow.
+        unrestricted = _Choice(None, True, slowest, exact=slowest >= MIN_EXACT_SPEED)
         if first.seconds is None:
+            if self.requested == "auto" and not unrestricted.exact and not first.is_disturbed:
+                return unrestricted
             # Restrict passes even though all tested widths agree, because the trial may have been slowed down
             # by other programs and tested only narrow passes.
-            return _Choice(first.classes[0], True, 1.0, first.threads)
+            return _Choice(first.classes[0], True, slowest, first.threads)
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(first.seconds, COMPARED_WIDTHS), _repeating(first.seconds, COMPARED_WIDTHS)
-        choices = self._speeds(forecast, first.classes, first.seconds, repack=True)
+        plain = 1.0 / first.seconds(1)
+        choices = self._speeds(forecast, first.classes, first.seconds, plain, repack=True)
         if not choices:
-            return _Choice(None, True, None)
+            return replace(unrestricted, speed=None)
         can_change = self.pair.target.backend.repacks(self.pair.target.path, self._options(repack=True))
-        fastest = max((typical, repeating) for typical, repeating, _, _ in choices)
+        fastest = max((each.typical, each.repeating) for each in choices)
         is_disturbed, threads = first.is_disturbed, {True: first.threads}
         if can_change and (fastest[0] < free[0] or fastest[1] < free[1]):
             second = self._trial(repack=False)
             is_disturbed = is_disturbed or second.is_disturbed
             threads[False] = second.threads
-            choices += self._speeds(forecast, second.classes, second.seconds or first.seconds, repack=False)
-        typical, repeating, found, repack = _best(choices)
-        speed = min(1.0, typical / free[0])
+            seconds = second.seconds or first.seconds
+            choices += self._speeds(forecast, second.classes, seconds, plain, repack=False)
+        best = _best(choices)
+        found, repack = best.found, best.repack
+        # Plain decoding must be fast too, because drafting does not pay for every text.
+        speed = min(1.0, attention.decoding * best.plain / plain, attention.turn * best.typical / free[0])
         if found.max_width == 1:
             # Without drafting, repetitive text would lose most of its speed-up.
-            speed = min(speed, repeating / free[1])
+            speed = min(speed, attention.turn * best.repeating / free[1])
         # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
             # Estimate the speed with `bits`, which either pads plain decoding or does without drafting.
             seconds = first.seconds
             bits_speed = max(
-                min(seconds(1) / seconds(each.widths[0]), _repeating(seconds, each.widths) / free[1])
+                min(
+                    attention.decoding * seconds(1) / seconds(each.widths[0]),
+                    attention.turn * _repeating(seconds, each.widths) / free[1],
+                )
                 for each in first.classes
             )
-            return _Choice(None, True, min(1.0, bits_speed))
+            return replace(unrestricted, speed=min(slowest, bits_speed))
         return _Choice(found, repack, speed, threads[repack])
 
     def _trial(self, *, repack: bool) -> _TrialResult:
@@ -309,9 +346,7 @@ class _ExactLoading:
             return other
         self._close()
         if other is None:
-            self._loaded, classes, seconds = self._try_one(repack=repack)
-            threads = self._loaded.models[0].max_threads
-            result = _TrialResult(classes, seconds, threads, _machine_is_busy())
+            self._loaded, result = self._try_one(repack=repack)
         else:
             self._loaded = self.load(self._options(repack))
             seconds = self._measure(self._loaded.models[0], repack=repack)
@@ -341,15 +376,18 @@ class _ExactLoading:
             )
         )
 
-    def _try_one(
-        self, *, repack: bool
-    ) -> tuple[LoadedTarget, Sequence[WidthClass], Callable[[int], float] | None]:
-        """Load a configuration. Return the target, its width classes and, if needed, its pass durations."""
-        loaded = self.load(self._options(repack))
+    def _try_one(self, *, repack: bool) -> tuple[LoadedTarget, _TrialResult]:
+        """Load the target in a configuration, and run the trial."""
+        options = self._options(repack)
+        loaded = self.load(options)
         try:
-            classes = find_width_classes(loaded.models[0], self.progress)
+            model = loaded.models[0]
+            classes = find_width_classes(model, self.progress)
             is_needed = not (repack and classes[0].is_complete)
-            return loaded, classes, self._measure(loaded.models[0], repack=repack) if is_needed else None
+            seconds = self._measure(model, repack=repack) if is_needed else None
+            off = replace(options, exact=False)
+            attention = compare_attention(model, options, off, self.progress) if repack else None
+            return loaded, _TrialResult(classes, seconds, model.max_threads, _machine_is_busy(), attention)
         except BaseException:
             loaded.close()
             raise
@@ -371,17 +409,26 @@ class _ExactLoading:
         forecast: DraftingForecast,
         classes: Sequence[WidthClass],
         seconds: Callable[[int], float],
+        unrestricted_plain: float,
         *,
         repack: bool,
-    ) -> list[tuple[float, float, WidthClass, bool]]:
-        """Return the expected speed of each usable class, both on average and for repetitive text."""
+    ) -> list[_ClassSpeed]:
+        """Return the expected speeds of each usable class.
+
+        Args:
+            forecast: The expected acceptance rate and cost of drafting.
+            classes: The classes.
+            seconds: Returns the duration of a pass of a given width.
+            unrestricted_plain: Speed of plain decoding without padding and with repacked weights.
+            repack: Whether the weights are repacked.
+        """
         speeds = []
         for found in classes:
-            padding_loss = seconds(found.widths[0]) / seconds(1) - 1.0
+            plain = 1.0 / seconds(found.widths[0])
             can_exit = found.is_contiguous or not self.exits_early
-            if self.requested == "bits" or (can_exit and padding_loss <= MAX_PADDING_LOSS):
-                typical = forecast.speed(seconds, found.widths)
-                speeds.append((typical, _repeating(seconds, found.widths), found, repack))
+            if self.requested == "bits" or (can_exit and unrestricted_plain <= (1 + MAX_PLAIN_LOSS) * plain):
+                typical, repeating = forecast.speed(seconds, found.widths), _repeating(seconds, found.widths)
+                speeds.append(_ClassSpeed(typical, repeating, plain, found, repack))
         return speeds
 
     def _restricted(self, loaded: LoadedTarget, choice: _Choice) -> LoadedTarget:
@@ -407,10 +454,10 @@ def _repeating(seconds: Callable[[int], float], widths: Sequence[int]) -> float:
     return DraftingForecast(REPEATING_RATE, 0.0).speed(seconds, widths)
 
 
-def _best(choices: Sequence[tuple[float, float, WidthClass, bool]]) -> tuple[float, float, WidthClass, bool]:
-    fastest = max(typical for typical, *_ in choices)
-    equal = [choice for choice in choices if choice[0] >= (1.0 - EQUALLY_FAST) * fastest]
-    return max(equal, key=lambda choice: choice[1])
+def _best(choices: Sequence[_ClassSpeed]) -> _ClassSpeed:
+    fastest = max(choice.typical for choice in choices)
+    equal = [choice for choice in choices if choice.typical >= (1.0 - EQUALLY_FAST) * fastest]
+    return max(equal, key=lambda choice: choice.repeating)
 
 
 def _exactness(requested: str, choice: _Choice) -> Exactness:
@@ -449,6 +496,7 @@ def _to_json(result: _TrialResult) -> dict[str, Any]:
         "seconds": seconds and [seconds(width) for width in COMPARED_WIDTHS],
         "threads": result.threads,
         "disturbed": result.is_disturbed,
+        "attention": result.attention,
     }
 
 
@@ -459,7 +507,8 @@ def _from_json(saved: Any) -> _TrialResult | None:
         if seconds is not None:
             seconds = _duration(CostCurve(COMPARED_WIDTHS, tuple(map(float, seconds))))
         threads, is_disturbed = int(saved["threads"]), bool(saved["disturbed"])
-        return _TrialResult(classes, seconds, threads, is_disturbed) if classes else None
+        attention = saved["attention"] and AttentionSpeed(*map(float, saved["attention"]))
+        return _TrialResult(classes, seconds, threads, is_disturbed, attention) if classes else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 

@@ -358,6 +358,19 @@ class LanguageModel(Protocol):
             MemoryBudgetError: The context cannot be allocated again.
         """
 
+    def use_attention(self, options: LoadOptions) -> bool:
+        """Clear the cache and use the attention kernels that `options` would select until the next call.
+
+        Only the fields that affect the data types of the KV cache and flash attention are used. This makes it
+        possible to compare the speeds of these kernels without loading the weights again.
+
+        Returns:
+            Whether these kernels are different from the current ones.
+
+        Raises:
+            MemoryBudgetError: The context cannot be allocated again.
+        """
+
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """Copy the cached state of tokens [start, end), and discard any uncommitted token tree.
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
-from edgespec.model.base import LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.model.base import LanguageModel, LoadOptions, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.model.hidden_states import HiddenStateLog, OpenLogs
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, end_of_images
@@ -134,6 +134,11 @@ class BaseModel(ABC):
         return False
 
     def run_first_layers(self, enabled: bool) -> bool:  # noqa: ARG002
+        self._check(0)
+        self.truncate(0)
+        return False
+
+    def use_attention(self, options: LoadOptions) -> bool:  # noqa: ARG002
         self._check(0)
         self.truncate(0)
         return False

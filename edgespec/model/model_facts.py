@@ -111,7 +111,7 @@ class Exactness:
         outcome: Whether replies are identical and why, as a clause without its subject, such as `are
             identical to plain decoding`.
         widths: Pass widths that agree bit for bit. Empty if passes are not restricted.
-        expected_speed: Expected speed with only these passes, as a fraction of the unrestricted speed. If
+        expected_speed: Expected speed with only these passes, as a fraction of the speed with `off`. If
             replies can differ, this is the speed to expect with `bits`. None if it was not measured.
         cause: What makes replies differ: the option `exactness`, `workers`, `parallel` or `acceptance`. Empty
             if replies are identical, or if `auto` gave that up for speed.

@@ -22,6 +22,7 @@ from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.loading import exact
+from edgespec.loading.attention_speed import AttentionSpeed
 from edgespec.loading.bit_exactness import WidthClass
 from edgespec.loading.constants import MAX_TESTED_WIDTH
 from edgespec.loading.exact import load_exact_target
@@ -322,6 +323,61 @@ def test_the_class_is_chosen_by_its_expected_speed(
     assert found is not None
     assert found.widths == (chosen.widths if chosen else ())
     assert found.bits == (chosen is not None)
+
+
+_COMPLETE = WidthClass(tuple(range(1, 18)), trees=True, block_tokens=1, is_complete=True)
+
+
+@pytest.mark.parametrize(
+    ("requested", "classes", "attention", "is_kept", "speed"),
+    [
+        ("auto", [_COMPLETE], None, True, 1.0),
+        ("auto", [_COMPLETE], AttentionSpeed(1.2, 1.1), True, 1.0),
+        ("auto", [_COMPLETE], AttentionSpeed(0.98, 0.97), True, 1 / (0.8 / 0.98 + 0.2 / 0.97)),
+        # Plain decoding alone is too slow.
+        ("auto", [_COMPLETE], AttentionSpeed(0.95, 2.0), False, 0.95),
+        # Reading prompts alone is too slow.
+        ("auto", [_COMPLETE], AttentionSpeed(1.0, 0.5), False, 1 / 1.2),
+        ("bits", [_COMPLETE], AttentionSpeed(0.5, 0.5), True, 0.5),
+        # Padding costs 2 %, and the kernels cost 2 % as well.
+        ("auto", [_SINGLE, _PAIRS], AttentionSpeed(0.98, 1.0), False, 0.98 / 1.02),
+    ],
+)
+def test_the_kernels_for_equal_bits_count_towards_the_expected_speed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    requested: str,
+    classes: list[WidthClass],
+    attention: AttentionSpeed | None,
+    is_kept: bool,
+    speed: float,
+) -> None:
+    compared = []
+
+    def compare(*_: Any) -> AttentionSpeed | None:
+        compared.append(1)
+        return attention
+
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "find_width_classes", lambda *_: classes)
+    monkeypatch.setattr(exact, "compare_attention", compare)
+    monkeypatch.setattr(exact, "_machine_is_busy", lambda: False)
+    seconds = _curve(1.0, 1.02, 1.03, 1.04, 1.05)
+    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_, **_options: seconds)
+    for _ in range(2):
+        with edgespec.load("demo", "none", context=256, exactness=requested, measure_costs=False) as runtime:
+            found = runtime.target.exactness
+            with runtime.borrowed_target() as model:
+                uses_exact_kernels = model.options.exact  # type: ignore[attr-defined]
+        assert found is not None
+        assert found.bits == is_kept
+        # Without a class, the kernels are used only if they are fast.
+        assert uses_exact_kernels == (is_kept or len(classes) > 1)
+        assert found.expected_speed == pytest.approx(speed)
+        assert ("more time" in found.reason) == (not is_kept)
+        assert ("faster" in found.reason) == (is_kept and speed < 0.99)
+    # The result is saved.
+    assert len(compared) == 1
 
 
 def test_the_passes_of_the_chosen_class_are_measured_only_once(

@@ -15,7 +15,7 @@ from edgespec.model.base import LanguageModel
 # Rounding errors between passes of different widths. Float kernels depend on the width. The demo model's
 # quantised kernels are exact only on x86.
 ROUNDING = {
-    # Rounding keys to bf16 amplifies small differences.
+    # Rounding values to bf16 amplifies small differences.
     "tiny": 2e-3,
     "three layers": 2e-2,
     "window in halves": 5e-2,

@@ -114,7 +114,7 @@ def test_what_is_given_up_is_told(run: Run) -> None:
 def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:
     asked = ("plan", "--context", "65536", "--memory", "8GiB", "--json")
     usual, exact = (json.loads(run(*asked, *more).stdout) for more in (["--exactness", "off"], []))
-    assert (usual["kv_type"], exact["kv_type"]) == ("f16", "bf16/f16")
+    assert (usual["kv_type"], exact["kv_type"]) == ("f16", "f16/bf16")
 
 
 @pytest.mark.long
@@ -124,7 +124,7 @@ def test_the_picture(run: Run) -> None:
     assert done.stdout.startswith(
         "model demo\ndraft model demo-draft\n"
         "context 1,024 tokens (as many as the model was trained for)\n"
-        "KV cache type bf16/f16\n"
+        "KV cache type f16/bf16\n"
         "expected speed unknown; to measure this machine, run `edgespec recommend`\n\n"
     )
     assert "of 400 MiB memory, plus up to " in done.stdout

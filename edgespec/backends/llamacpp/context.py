@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
+from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan, KvTypes
 from edgespec.backends.llamacpp.first_layers import FirstLayers
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
@@ -361,6 +361,23 @@ class LlamaContext(KvSequences):
             self._first_layers.stop_after = True
             # Clear the cells of the other layers.
             self.allocate(self.plan)
+
+    def use_attention(self, kv_types: KvTypes, flash_attention: str) -> bool:
+        """Reallocate the context with other KV types or another attention setting.
+
+        Returns:
+            Whether they changed. If not, the context is not reallocated.
+
+        Raises:
+            MemoryBudgetError: The KV cache cannot be allocated.
+        """
+        params = self._params
+        wanted = (*kv_types.ggml_types, _FLASH_ATTENTION[flash_attention])
+        if wanted == (params.type_k, params.type_v, params.flash_attn_type):
+            return False
+        params.type_k, params.type_v, params.flash_attn_type = wanted
+        self.allocate(self.plan)
+        return True
 
     @property
     def _needed_outputs(self) -> int:

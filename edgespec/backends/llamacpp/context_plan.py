@@ -66,10 +66,11 @@ class KvTypes:
 def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes:
     """Return the data types of cached keys and values for `options.kv_type`.
 
-    `auto` selects f16, or bf16 keys and f16 values if `options.exact` is set. If both types are f16,
+    `auto` selects f16, or f16 keys and bf16 values if `options.exact` is set. If both types are f16,
     llama.cpp's CPU attention has one kernel for single tokens in long contexts, another for up to 63 tokens,
-    and a third for more, and they round differently. If the types differ, it uses a single kernel, which
-    decodes just as fast on processors with bf16 instructions but processes long prompts more slowly.
+    and a third for more, and they round differently. If the types differ, it uses a single kernel. With f16
+    values, this kernel sums in f16, which takes several times as long where the sums are too small for
+    normal f16 numbers. With bf16 values, it sums in f32.
 
     Args:
         options: The load options.
@@ -80,7 +81,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     """
     if options.kv_type == "auto":
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
-        return KvTypes("bf16", "f16") if options.exact and supported else KvTypes("f16", "f16")
+        return KvTypes("f16", "bf16") if options.exact and supported else KvTypes("f16", "f16")
     types = _parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(

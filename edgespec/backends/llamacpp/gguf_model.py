@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan, choose_kv_types, has_latent_attention
 from edgespec.backends.llamacpp.context_planning import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import (
@@ -195,6 +195,15 @@ class GgufModel(BaseModel):
         for cells in self._all_cells:
             cells.length = max(end, count)
         return True
+
+    def use_attention(self, options: LoadOptions) -> bool:
+        self._check(0)
+        self._cut(0)
+        types = choose_kv_types(options, same_type=has_latent_attention(self.weights[0]))
+        # Models with slots are not compared with other options.
+        contexts = cast("Sequence[LlamaContext]", self._contexts)
+        changes = [context.use_attention(types, options.flash_attention) for context in contexts]
+        return any(changes)
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)

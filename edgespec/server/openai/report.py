@@ -83,7 +83,7 @@ class ExactnessReport(TypedDict):
 
     `effective` is `bits` if they are, and `rounding` if they can differ. `requested` is the value of the
     server's `exactness` option. `widths` lists the pass widths that agree bit for bit. `expected_speed` is
-    the expected speed with only these widths, as a fraction of the unrestricted speed.
+    the expected speed with only these widths, as a fraction of the speed with `off`.
     """
 
     requested: str
