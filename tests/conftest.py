@@ -186,22 +186,21 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
         options = replace(options, memory_bytes=min(options.memory_bytes or _MUCH_MEMORY, _MUCH_MEMORY))
         key = repr((target.format, digests, target.adapters, options))
         if key in _tried:
-            return self.load(self._options(repack)), *_tried[key]
+            return self.load(self._options(repack)), _tried[key]
         result = shared_folder / f"classes-{sha256(key.encode()).hexdigest()[:16]}.json"
         if result.exists():
-            found = json.loads(result.read_text())
+            saved = json.loads(result.read_text())
             loaded = self.load(self._options(repack))
-            classes: Sequence[WidthClass] = tuple(
-                WidthClass(tuple(widths), *others) for widths, *others in found["classes"]
-            )
-            seconds = self._measure(loaded.models[0], repack=repack) if found["measured"] else None
+            classes = [WidthClass(tuple(widths), *others) for widths, *others in saved["classes"]]
+            seconds = self._measure(loaded.models[0], repack=repack) if saved["measured"] else None
+            found = exact._TrialResult(classes, seconds, loaded.models[0].max_threads, False)
         else:
-            loaded, classes, seconds = try_one(self, repack=repack)
-            written = {"classes": list(map(astuple, classes)), "measured": seconds is not None}
+            loaded, found = try_one(self, repack=repack)
+            written = {"classes": list(map(astuple, found.classes)), "measured": found.seconds is not None}
             with FileLock(result.with_suffix(".lock")):
                 write_private_file(result, json.dumps(written).encode())
-        _tried[key] = classes, seconds
-        return loaded, classes, seconds
+        _tried[key] = found
+        return loaded, found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bit_exactness, "PASSES", FEWER_PASSES)
@@ -212,7 +211,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
 
 
 _MUCH_MEMORY = 2**32
-_tried: dict[str, tuple[Any, Any]] = {}
+_tried: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="session", autouse=True)
