@@ -9,7 +9,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import astuple, replace
 from hashlib import sha256
 from importlib.util import find_spec

@@ -60,7 +60,7 @@ def test_every_head_states_its_licence_or_that_none_was_found() -> None:
 
 def test_no_entry_has_unverified_facts() -> None:
     catalogue = load_catalogue()
-    sources = {entry.name: entry.sources for entry in catalogue.models}
+    sources = {entry.name: entry.sources for entry in catalogue.entries}
     sources |= {head.name: head.sources for head in catalogue.heads}
     assert not [name for name, given in sources.items() if any("not verified" in each for each in given)]
 
