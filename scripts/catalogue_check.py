@@ -17,6 +17,7 @@ from edgespec.model.formats.head_files import head_info, method_of, why_not_made
 from edgespec.model.model_facts import ModelInfo
 from edgespec.store.catalogue import Catalogue, HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.download import HEAD, MODEL, Progress
+from edgespec.store.hub_files import is_projector, snapshot_folder
 from edgespec.store.remote_header import fetch_metadata
 from edgespec.system.files import format_bytes
 
@@ -87,8 +88,10 @@ def compare(
             if isinstance(entry, HeadEntry):
                 differences += _head_differences(entry, models, folder)
             else:
-                models[entry.name] = info = _model_info(entry, folder)
+                path = _model_headers(entry, folder)
+                models[entry.name] = info = entry.file_format.read_info(path)
                 differences += _model_differences(entry, info)
+                differences += _projector_differences(entry, path)
         except EdgespecError as error:
             if error.code in _UNREACHABLE:
                 raise
@@ -111,10 +114,10 @@ def _selected(
     return entries, list(heads.values())
 
 
-def _model_info(entry: ModelEntry, folder: Path) -> ModelInfo:
+def _model_headers(entry: ModelEntry, folder: Path) -> Path:
+    """Download the headers of a model and of its projector. Return the model's file or folder."""
     quantisation = entry.quantisation if entry.file_format.one_file_per_quantisation else None
-    path = fetch_metadata(entry.repository, quantisation, folder=folder / entry.name, content=MODEL)
-    return entry.file_format.read_info(path)
+    return fetch_metadata(entry.repository, quantisation, folder=folder / entry.name, content=MODEL)
 
 
 def _model_differences(entry: ModelEntry, info: ModelInfo) -> Iterator[Difference]:
@@ -137,6 +140,18 @@ def _model_differences(entry: ModelEntry, info: ModelInfo) -> Iterator[Differenc
         yield Difference(
             entry.name, "experts", f"{entry.active_parameters:,} active", f"{info.experts} experts"
         )
+
+
+def _projector_differences(entry: ModelEntry, path: Path) -> Iterator[Difference]:
+    snapshot = snapshot_folder(path / "config.json" if path.is_dir() else path)
+    assert snapshot is not None
+    # Only the chosen projector was downloaded, as a sparse file of the original size.
+    files = (file for file in snapshot.rglob("*") if is_projector(file.name))
+    found = next((file.stat().st_size for file in files), 0)
+    listed = entry.approximate_projector_bytes
+    if _differ(listed, found, _TOLERANCE):
+        sizes = (format_bytes(size) if size else "none" for size in (listed, found))
+        yield Difference(entry.name, "projector", *sizes)
 
 
 def _draft_differences(entry: ModelEntry, models: dict[str, ModelInfo]) -> Iterator[Difference]:

@@ -14,7 +14,7 @@ drafted, accepted   tokens that all methods together drafted, and those of them 
 difference          largest difference between the log-probabilities that both programs report for a token, at
                     the positions up to the first different token
 
-Exits with status 1 if a reply differs.
+Exits with status 1 if a reply differs, or if a method that always drafts drafted nothing for a model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from edgespec import Image, Message, PlacedImage, Reply, Runtime
 from edgespec.errors import EdgespecError
 from scripts.peers.llama_server import LlamaServer, binary_version
 
-# `none` is plain decoding, and `auto` is the default. The others draft even if that takes time.
-METHODS = ("none", "auto", "suffix", "lookahead")
+# These methods draft even if that takes time.
+DRAFTING = ("suffix", "lookahead")
+# `none` is plain decoding, and `auto` is the default.
+METHODS = ("none", "auto", *DRAFTING)
 MAX_TOKENS = 32
 CONTEXT_TOKENS = 1024
 TOP_LOGPROBS = 5
@@ -58,11 +60,9 @@ def main() -> None:
     if (args.target is None) != (args.mmproj is None):
         parser.error("--target and --mmproj must be given together")
     print(f"llama-server: {binary_version(args.llama_server)}\n")
-    print(_line("model", "chat", *METHODS, "drafted", "accepted", "difference"))
+    print(table_line("model", "chat", *METHODS, "drafted", "accepted", "difference"))
     with tempfile.TemporaryDirectory() as folder:
-        models = (
-            {args.target.name: (args.target, args.mmproj)} if args.target else _write_models(Path(folder))
-        )
+        models = {args.target.name: (args.target, args.mmproj)} if args.target else write_models(Path(folder))
         equal = [
             _compare(name, target, projector, args.llama_server, args.threads)
             for name, (target, projector) in models.items()
@@ -70,7 +70,8 @@ def main() -> None:
     sys.exit(not all(equal))
 
 
-def _write_models(folder: Path) -> dict[str, tuple[Path, Path]]:
+def write_models(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """Write a small random model of each kind, and return its file and its projector."""
     from tests.backends.tiny_vision import KINDS, write_vision_model
 
     return {kind: write_vision_model(folder / kind, kind) for kind in KINDS}
@@ -88,35 +89,52 @@ def _chats() -> dict[str, Chat]:
     }
 
 
-def _line(*cells: object) -> str:
+def table_line(*cells: object) -> str:
+    """Return a line of the table."""
     return "".join(f"{cell!s:<11}" for cell in cells)
 
 
 def _compare(name: str, target: Path, projector: Path, binary: Path, threads: int) -> bool:
-    """Print a line for each chat, and return whether all replies are equal."""
-    options: dict[str, Any] = {"draft": "none", "methods": ["suffix", "lookahead"], "gpu_layers": 0}
-    options |= {"context": CONTEXT_TOKENS, "threads": threads}
-    equal = []
+    """Print a line for each chat, and return whether all replies are equal and all methods drafted."""
+    equal, drafting = [], set()
     with (
-        edgespec.load(target, mmproj=projector, **options) as runtime,
-        _running(binary, target, projector, threads) as server,
+        edgespec.load(target, mmproj=projector, **load_options(threads)) as runtime,
+        run_llama_server(binary, target, projector, threads) as server,
     ):
         for chat_name, chat in _chats().items():
-            expected = _server_answer(server, chat)
-            replies = [_reply(runtime, chat, method) for method in METHODS]
-            answers = [*map(_answer, replies)]
-            same = [_tokens(answer) == _tokens(expected) for answer in answers]
+            expected = server_answer(server, chat)
+            replies = [edgespec_reply(runtime, chat, method) for method in METHODS]
+            answers = [*map(answer_of, replies)]
+            same = [token_ids(answer) == token_ids(expected) for answer in answers]
             drafted = sum(reply.stats.drafted_tokens for reply in replies)
             accepted = sum(reply.stats.accepted_tokens for reply in replies)
             difference = max(_difference(answer, expected) for answer in answers)
             results = ["equal" if each else "DIFFERENT" for each in same]
-            print(_line(name, chat_name, *results, drafted, accepted, f"{difference:.1e}"), flush=True)
+            print(table_line(name, chat_name, *results, drafted, accepted, f"{difference:.1e}"), flush=True)
             equal += same
-    return all(equal)
+            drafting |= {
+                method for method, reply in zip(METHODS, replies, strict=True) if reply.stats.drafted_tokens
+            }
+    if idle := [method for method in DRAFTING if method not in drafting]:
+        print(f"{name}: {' and '.join(idle)} drafted no tokens")
+    return all(equal) and not idle
+
+
+def load_options(threads: int) -> dict[str, Any]:
+    """Return the options of `load` for comparisons on the CPU."""
+    return {
+        "draft": "none",
+        "methods": [*DRAFTING],
+        "gpu_layers": 0,
+        # Without measured costs, lookahead assumes that wide passes save time, so it always drafts.
+        "measure_costs": False,
+        "context": CONTEXT_TOKENS,
+        "threads": threads,
+    }
 
 
 @contextmanager
-def _running(binary: Path, target: Path, projector: Path, threads: int) -> Iterator[LlamaServer]:
+def run_llama_server(binary: Path, target: Path, projector: Path, threads: int) -> Iterator[LlamaServer]:
     """Run llama-server with the kernels that edgespec uses, one reply at a time, and without caches."""
     flags = [
         "--model",
@@ -145,7 +163,8 @@ def _role(index: int) -> Literal["user", "assistant"]:
     return "assistant" if index % 2 else "user"
 
 
-def _server_answer(server: LlamaServer, chat: Chat) -> Answer:
+def server_answer(server: LlamaServer, chat: Chat) -> Answer:
+    """Return the reply of llama-server. Raises EdgespecError if it rejects the request."""
     messages = [
         {"role": _role(index), "content": [*map(_content_part, parts)]} for index, parts in enumerate(chat)
     ]
@@ -170,7 +189,7 @@ def _content_part(part: str | bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _reply(runtime: Runtime, chat: Chat, method: str) -> Reply:
+def edgespec_reply(runtime: Runtime, chat: Chat, method: str) -> Reply:
     """Return edgespec's reply. The whole prompt is processed, because the prefix cache is disabled."""
     runtime.clear_cache()
     messages = []
@@ -185,11 +204,13 @@ def _reply(runtime: Runtime, chat: Chat, method: str) -> Reply:
     return runtime.reply(messages, temperature=0, max_tokens=MAX_TOKENS, method=method, logprobs=TOP_LOGPROBS)
 
 
-def _answer(reply: Reply) -> Answer:
+def answer_of(reply: Reply) -> Answer:
+    """Return the tokens of a reply with their log-probabilities."""
     return [(each.token, {top.token: top.logprob for top in each.top}) for each in reply.logprobs]
 
 
-def _tokens(answer: Answer) -> list[int]:
+def token_ids(answer: Answer) -> list[int]:
+    """Return the tokens of an answer."""
     return [token for token, _ in answer]
 
 

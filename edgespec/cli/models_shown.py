@@ -171,6 +171,7 @@ def entry_json(entry: ModelEntry) -> dict[str, Any]:
         "parameters": entry.parameters,
         "quantisation": entry.quantisation,
         "file_bytes": entry.approximate_file_bytes,
+        "projector_bytes": entry.approximate_projector_bytes or None,
         "context_tokens": entry.context_tokens,
         "licence": entry.licence,
         "chat_template": entry.chat_template,
@@ -292,6 +293,11 @@ def _suggested_drafts(entry: ModelEntry) -> str:
     return ", ".join(entry.drafts) or _NO_DRAFTS
 
 
+def _image_lines(entry: ModelEntry) -> list[tuple[str, str]]:
+    size = entry.approximate_projector_bytes
+    return [("images", f"yes, with a projector of about {format_bytes(size)}")] if size else []
+
+
 def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     if entry is None:
         return []
@@ -299,6 +305,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("names", ", ".join((entry.name, *entry.aliases))),
         ("family", f"{entry.family}, {_count_text(entry.parameters)} parameters"),
         ("default version", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
+        *_image_lines(entry),
         ("context length", f"{entry.context_tokens:,} tokens"),
         ("chat template", entry.chat_template),
         ("suggested draft models", _suggested_drafts(entry)),

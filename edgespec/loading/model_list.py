@@ -23,6 +23,7 @@ from edgespec.memory.budget import available_bytes
 from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.projector import estimate_projector
 from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
@@ -33,10 +34,11 @@ from edgespec.store.installed import (
     InstalledModel,
     InstalledModels,
     find_installed,
+    find_projector,
     loaded_bytes,
     read_model_info,
 )
-from edgespec.store.reference import resolve
+from edgespec.store.reference import Resolved, resolve
 from edgespec.system.disks import largest_file, read_bytes_per_second
 from edgespec.system.files import format_bytes
 
@@ -60,8 +62,10 @@ class AvailableModel:
         parameters: Number of parameters. 0 if unknown.
         size_bytes: Size of the model's files. Approximate if they are not on this machine, and 0 if unknown.
         draft: A reference to the recommended draft model. Empty if there is none.
-        download_bytes: Total size of the files to download, for the model and the draft model.
-        needed_bytes: Approximate memory for both models with a context of 8,192 tokens.
+        download_bytes: Total size of the files to download: the model, the draft model, and the projectors
+            that are downloaded with them.
+        needed_bytes: Approximate memory for both models with a context of 8,192 tokens, and for images if
+            that fits within the memory budget too.
         fits: Whether `needed_bytes` is within the memory budget. True if the size is unknown.
         speed: The expected speed. None if this machine has not been measured.
         format: Name of the file format.
@@ -71,6 +75,8 @@ class AvailableModel:
         notice: A note for users of the model. Usually empty.
         is_streamed: Whether the model is larger than memory but can run, with weights read from disk in every
             pass.
+        projector_bytes: Size of the model's projector, which lets it see images. Approximate if it is not on
+            this machine, and 0 if there is none or it is unknown.
     """
 
     reference: str
@@ -88,6 +94,7 @@ class AvailableModel:
     family: str = ""
     notice: str = ""
     is_streamed: bool = False
+    projector_bytes: int = 0
 
     @property
     def can_run(self) -> bool:
@@ -307,16 +314,19 @@ def _installed_model(
     machine: MachineSpeed | None,
     budget_bytes: int,
 ) -> AvailableModel:
-    draft = _draft(model, installed, budget_bytes)
+    target = resolve(model.reference, allow_download=False)
+    draft = _draft(target, installed, budget_bytes)
     file_bytes = loaded_bytes(model.info, model.entry)
     needed = needed_bytes(file_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
+    projector_bytes, image_bytes = _projector(target)
     read_seconds = _read_seconds(form, file_bytes, needed - budget_bytes, model.path, model.entry)
+    found = load_catalogue().find(draft.reference) if draft else None
+    draft_entry = found[0] if found else None
     weights = draft_weights = None
     try:
         weights = _weights(form, model.path, model.entry)
         if draft is not None:
-            entry = load_catalogue().find(draft.reference)
-            draft_weights = _weights(format_of(draft.format), draft.path, entry[0] if entry else None)
+            draft_weights = _weights(format_of(draft.format), draft.path, draft_entry)
     except (EdgespecError, OSError):
         # List the model even if its files are unreadable. Loading it reports the error.
         weights = None
@@ -336,8 +346,8 @@ def _installed_model(
         parameters=model.info.parameters,
         size_bytes=file_bytes,
         draft=draft.reference if draft else "",
-        download_bytes=draft.size_bytes if draft and draft.path is None else 0,
-        needed_bytes=needed,
+        download_bytes=draft_entry.download_bytes if draft and draft_entry and draft.path is None else 0,
+        needed_bytes=_with_images(needed, image_bytes, budget_bytes),
         fits=needed <= budget_bytes,
         speed=speed,
         format=model.format,
@@ -346,7 +356,39 @@ def _installed_model(
         family=model.info.family,
         notice=model.entry.notice if model.entry else "",
         is_streamed=bool(read_seconds),
+        projector_bytes=projector_bytes,
     )
+
+
+def _projector(model: Resolved) -> tuple[int, Sequence[int]]:
+    """Return the size of an installed model's projector, and the memory that images take.
+
+    Returns:
+        The size, or 0 if the model has no projector. Then the memory for images of any size, and the memory
+        if they are reduced to about a megapixel.
+    """
+    path = find_projector(model) if model.file_format.projectors else None
+    # List the model without its projector if that is damaged. Loading reports the error.
+    with suppress(EdgespecError, OSError):
+        if path is not None:
+            estimates = (
+                estimate_projector(path, on_gpu=False, small_images=small) for small in (False, True)
+            )
+            return path.stat().st_size, [sum(part.bytes for part in each.parts) for each in estimates]
+    return 0, ()
+
+
+def _with_images(needed: int, image_bytes: Iterable[int], budget_bytes: int) -> int:
+    """Return the memory that a model needs with images, or without them if only that fits.
+
+    This is what the planner does: it reduces images or turns them off rather than reject the model.
+
+    Args:
+        needed: Memory that the model needs without images.
+        image_bytes: The amounts of memory that images can take, most first.
+        budget_bytes: Memory that edgespec may use.
+    """
+    return next((needed + each for each in image_bytes if needed + each <= budget_bytes), needed)
 
 
 def _read_seconds(
@@ -395,9 +437,8 @@ def _disk_speed(path: Path) -> float:
         return 0.0
 
 
-def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int) -> DraftOption | None:
+def _draft(target: Resolved, installed: InstalledModels, budget_bytes: int) -> DraftOption | None:
     """Return the draft model that `--draft auto` would use, or else one that can be downloaded."""
-    target = resolve(model.reference, allow_download=False)
     options = draft_options(target, installed)
     chosen = None
     # If the user chose an unusable draft model, list the model without it. Loading reports the error.
@@ -450,8 +491,9 @@ def catalogue_models(
                 parameters=entry.parameters,
                 size_bytes=file_bytes,
                 draft=short_name(draft) if draft else "",
-                download_bytes=file_bytes + (0 if draft and draft.name in names else draft_bytes),
-                needed_bytes=needed,
+                download_bytes=entry.download_bytes
+                + (draft.download_bytes if draft and draft.name not in names else 0),
+                needed_bytes=_with_images(needed, _image_bytes(entry), budget_bytes),
                 fits=needed <= budget_bytes,
                 speed=predict_entry(entry, machine, read_seconds=reads) if machine else None,
                 format=entry.format,
@@ -459,7 +501,13 @@ def catalogue_models(
                 family=entry.family,
                 notice=entry.notice,
                 is_streamed=bool(read_seconds),
+                projector_bytes=entry.approximate_projector_bytes,
             )
+
+
+def _image_bytes(entry: ModelEntry) -> Sequence[int]:
+    """Return the approximate memory that images take, if the model sees any."""
+    return (entry.image_bytes,) if entry.image_bytes else ()
 
 
 def _found_model(entry: ModelEntry, machine: MachineSpeed | None, budget_bytes: int) -> AvailableModel:
@@ -473,12 +521,13 @@ def _found_model(entry: ModelEntry, machine: MachineSpeed | None, budget_bytes: 
         parameters=parameters,
         size_bytes=size_bytes,
         draft=short_name(draft) if (draft := recommended_draft(entry)) else "",
-        download_bytes=size_bytes,
-        needed_bytes=needed,
+        download_bytes=entry.download_bytes,
+        needed_bytes=_with_images(needed, _image_bytes(entry), budget_bytes),
         fits=needed <= budget_bytes,
         speed=predict_entry(entry, machine) if machine and size_bytes else None,
         path=path,
         entry=entry,
         family=entry.family,
         notice=entry.notice,
+        projector_bytes=entry.approximate_projector_bytes,
     )

@@ -49,8 +49,10 @@ class Candidate:
         draft: A reference to its recommended draft model. Empty if there is none.
         is_installed: Whether the model is on this machine.
         parameters: Number of parameters.
-        download_bytes: Size of the files of the model and its draft model that are not on this machine.
-        needed_bytes: Approximate memory that both models need with a context of 8,192 tokens.
+        download_bytes: Size of the files of the model, its projector and its draft model that are not on this
+            machine.
+        needed_bytes: Approximate memory that both models need with a context of 8,192 tokens, and for images
+            if that fits too.
         speed: The predicted speed.
         faster_type: A quantisation type that would make the model noticeably faster, because speculation
             would save more time. Empty if there is none.

@@ -32,6 +32,9 @@ _MAX_DOWNLOAD_BYTES = 10_000_000_000
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory in bytes for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20
+# Approximate memory in bytes for reading an image, apart from the projector's weights. Projectors need from
+# 240 MB (Gemma 3) to 2 GiB (Qwen2.5-VL with large photos).
+_IMAGE_BUFFER_BYTES = 512 << 20
 
 
 ModelFormat: TypeAlias = str
@@ -57,6 +60,8 @@ class ModelEntry:
         quantisation: The default quantisation.
         context_tokens: Context length that the model was trained with.
         approximate_file_bytes: Approximate size on disk at the default quantisation.
+        approximate_projector_bytes: Approximate size of the projector, which is downloaded with the model
+            and lets it see images. 0 if there is none.
         licence: The model's licence.
         chat_template: Name of the chat template.
         gguf_repository: Hugging Face repository of the GGUF files. Empty if there is none.
@@ -92,6 +97,7 @@ class ModelEntry:
     gguf_repository: str = ""
     mlx_repository: str = ""
     embedded_file: str = ""
+    approximate_projector_bytes: int = 0
     package: str = ""
     packaged_quantisation: str = ""
     header_name: str = ""
@@ -115,6 +121,16 @@ class ModelEntry:
     def active_fraction(self) -> float:
         """Fraction of the parameters that are active for each token."""
         return (self.active_parameters or self.parameters) / self.parameters
+
+    @property
+    def download_bytes(self) -> int:
+        """Approximate size of the files to download: the model and its projector."""
+        return self.approximate_file_bytes + self.approximate_projector_bytes
+
+    @property
+    def image_bytes(self) -> int:
+        """Approximate memory that seeing images takes, or 0 if the model sees none."""
+        return self.approximate_projector_bytes and self.approximate_projector_bytes + _IMAGE_BUFFER_BYTES
 
     @property
     def file_format(self) -> FileFormat:
@@ -322,6 +338,8 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         quantisation=f"{bits}-bit",
         # For every 64 weights, MLX stores a 16-bit scale and a 16-bit bias, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
+        # MLX models see no images.
+        approximate_projector_bytes=0,
         gguf_repository="",
         # mlx-lm drops the MTP layers when it converts a model.
         heads=(),
@@ -333,6 +351,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
 def _entry(table: dict[str, Any]) -> ModelEntry:
     values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
     values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
+    values["approximate_projector_bytes"] = round(values.pop("projector_gigabytes", 0) * 1e9)
     for name in ("heads", "drafts", "sources"):
         values[name] = tuple(values.get(name, ()))
     values["aliases"] = MappingProxyType(values.get("aliases", {}))
@@ -399,7 +418,7 @@ class Suggestion(NamedTuple):
     Attributes:
         target: Model reference of the target.
         draft: Model reference of the draft model. Empty if there is none.
-        download_bytes: Approximate size of both files.
+        download_bytes: Approximate size of both files, and of the projectors that are downloaded with them.
     """
 
     target: str
@@ -439,8 +458,10 @@ def suggest_models(
         # Models with multi-token prediction layers draft for themselves.
         found = load_catalogue().find(entry.drafts[0]) if entry.drafts and not entry.heads else None
         size_bytes = entry.approximate_file_bytes + (found[0].approximate_file_bytes if found else 0)
-        if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes(size_bytes, entry.parameters) <= budget_bytes:
-            suggestions.append(Suggestion(entry.name, found[0].name if found else "", size_bytes))
+        download_bytes = entry.download_bytes + (found[0].download_bytes if found else 0)
+        fits = needed_bytes(size_bytes, entry.parameters) <= budget_bytes
+        if download_bytes <= _MAX_DOWNLOAD_BYTES and fits:
+            suggestions.append(Suggestion(entry.name, found[0].name if found else "", download_bytes))
     return sorted(suggestions, key=lambda each: each.download_bytes)[-3:]
 
 

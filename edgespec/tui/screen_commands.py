@@ -223,7 +223,8 @@ async def pick_model(screen: TurnScreen, typed: str = "") -> None:
     if model is None:
         return
     if not model.is_installed:
-        draft_bytes = max(0, model.download_bytes - model.size_bytes) if model.draft else 0
+        own_bytes = model.size_bytes + model.projector_bytes
+        draft_bytes = max(0, model.download_bytes - own_bytes) if model.draft else 0
         share = draft_bytes / max(model.download_bytes, 1)
         draft = model.draft if draft_bytes else ""
         await _start_download(screen, Download(model.reference, draft, share, model))

@@ -61,6 +61,14 @@ def _pixels_100_million() -> bytes:
     )
 
 
+def _damaged() -> bytes:
+    """Return a PNG file whose pixels are overwritten in the middle."""
+    data = bytearray(png_bytes(picture(400, 300)))
+    middle = len(data) // 2
+    data[middle : middle + 20] = bytes(20)
+    return bytes(data)
+
+
 def _text_bomb() -> bytes:
     data = bytearray(png_bytes(picture()))
     bomb = b"zTXtcomment\0\0" + zlib.compress(bytes(8 << 20))
@@ -70,16 +78,23 @@ def _text_bomb() -> bytes:
 
 _UNREADABLE, _TOO_LARGE = "attachment_unreadable", "attachment_too_large"
 HOSTILE = {
+    "narrow": HostileFile(lambda: png_bytes(picture(3, 600)), "a.png"),
     "large": HostileFile(lambda: jpeg_bytes(picture().resize((4000, 3000))), "a.jpg"),
     "1x1": HostileFile(lambda: png_bytes(picture(1, 1)), "a.png"),
     "grey": HostileFile(lambda: png_bytes(picture(mode="L")), "a.png"),
+    "grey with opacity": HostileFile(lambda: png_bytes(picture(mode="LA")), "a.png"),
+    "black and white": HostileFile(lambda: png_bytes(picture(mode="1")), "a.png"),
     "16-bit": HostileFile(_grey_16_bit, "a.png"),
+    "palette": HostileFile(lambda: png_bytes(picture(mode="P")), "a.png"),
     "gif": HostileFile(lambda: _animated("GIF"), "a.gif"),
     "webp": HostileFile(lambda: _animated("WEBP"), "a.webp"),
+    "damaged": HostileFile(_damaged, "a.png", _UNREADABLE),
     "truncated": HostileFile(lambda: jpeg_bytes(picture(400, 300))[:2000], "a.jpg", _UNREADABLE),
     "header only": HostileFile(lambda: png_bytes(picture())[:20], "a.png", _UNREADABLE),
     "100 megapixels": HostileFile(_pixels_100_million, "a.png", _TOO_LARGE),
     "wrong extension": HostileFile(lambda: jpeg_bytes(picture()), "a.png"),
+    "wrong contents": HostileFile(lambda: b"This is a text.", "a.png", _UNREADABLE),
+    "other format": HostileFile(lambda: _saved(picture(), "BMP"), "a.png", _UNREADABLE),
     "no extension": HostileFile(lambda: _saved(picture(), "WEBP"), "a"),
     "opacity": HostileFile(lambda: png_bytes(picture(mode="RGBA")), "a.png"),
     "turned": HostileFile(_turned, "a.jpg"),

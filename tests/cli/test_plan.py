@@ -11,6 +11,7 @@ from huggingface_hub import constants
 
 from edgespec.store.reference import resolve
 from tests.backends.tiny_models import write_llama
+from tests.backends.tiny_vision import write_vision_model
 from tests.cli.conftest import Run, one_line_error
 from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
@@ -197,6 +198,18 @@ class TestNotHere:
         same = run("plan", "--target", str(here), "--draft", "none", "--context", "512", "--json")
         assert json.loads(done.stdout)["items"] == json.loads(same.stdout)["items"]
         assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+    def test_its_projector_is_counted(self, run: Run, hub: StandInHub, tmp_path: Path) -> None:
+        files = write_vision_model(tmp_path / "seer", "llava")
+        hub.files = {f"{path.stem}-F16.gguf": path.read_bytes() for path in files}
+        done = run("plan", "--target", REPOSITORY, "--draft", "none", "--context", "512", "--json")
+        hub.stop()
+        assert done.exit_code == 0, done.output
+        items = json.loads(done.stdout)["items"]
+        projector = [item["kind"] for item in items if item["name"].startswith("projector")]
+        assert projector == ["weights", "compute"]
+        same = run("plan", "--target", str(files.model), "--draft", "none", "--context", "512", "--json")
+        assert items == json.loads(same.stdout)["items"]
 
     def test_an_mlx_model(
         self, run: Run, hub: StandInHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -10,6 +10,7 @@ import pytest
 from edgespec.store.catalogue import Catalogue, HeadEntry, ModelEntry, load_catalogue, models_folder
 from scripts import catalogue_check
 from tests.backends.tiny_models import write_llama
+from tests.backends.tiny_vision import write_vision_model
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
 HEAD_FILE = "demo-head.gguf"
@@ -78,6 +79,23 @@ def test_every_wrong_fact_is_reported(
     found = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     facts = ("parameters", "size", "context", "licence", "heads", "experts")
     assert found[-9:-1] == [*(["demo", fact] for fact in facts), ["demo-draft", "files"], ["gone", "files"]]
+
+
+@pytest.mark.parametrize(("listed", "is_right"), [(0, False), (400_000, True), (500_000, False)])
+def test_the_size_of_the_projector_is_compared(
+    demo: tuple[ModelEntry, ModelEntry, HeadEntry],
+    hub: StandInHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    listed: int,
+    is_right: bool,
+) -> None:
+    projector = write_vision_model(tmp_path, "llava").projector.read_bytes()
+    hub.files["mmproj-demo-F16.gguf"] = projector + bytes(400_000 - len(projector))
+    target = replace(demo[0], drafts=(), approximate_projector_bytes=listed)
+    assert check(monkeypatch, target) == (0 if is_right else 1)
+    assert ("projector" in capsys.readouterr().out) is not is_right
 
 
 def test_a_draft_model_with_other_tokens_is_reported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,12 @@ from edgespec.errors import DownloadError, OptionError
 from edgespec.loading import model_list
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
+from edgespec.model.formats.projector import estimate_projector
 from edgespec.model.model_facts import ModelInfo
 from edgespec.store.catalogue import load_catalogue, models_folder
 from edgespec.store.installed import loaded_bytes
 from tests.backends.tiny_gguf import finish
+from tests.backends.tiny_vision import write_vision_model
 from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
@@ -74,6 +77,43 @@ def test_a_downloaded_model_is_listed_once_with_its_own_size(hub: StandInHub) ->
     (found,) = [model for model in edgespec.list_models() if model.reference.startswith(REPOSITORY)]
     assert (found.place, found.size_bytes) == ("hub", path.stat().st_size)
     assert found.draft == ""  # `--draft auto` chooses none
+
+
+def test_the_projector_of_a_listed_model_is_counted() -> None:
+    found = load_catalogue().find("qwen3.5-2b")
+    assert found is not None
+    (entry, _) = found
+    assert entry.approximate_projector_bytes > 0
+    draft_bytes = by_name(edgespec.list_models())["qwen3.5-0.8b"].download_bytes
+    tight, roomy = (by_name(edgespec.list_models(memory=size))["qwen3.5-2b"] for size in ("3.5GiB", "16GiB"))
+    for model in (tight, roomy):
+        assert model.fits
+        assert model.projector_bytes == entry.approximate_projector_bytes
+        assert model.download_bytes == model.size_bytes + model.projector_bytes + draft_bytes
+    # If only the text fits, the model runs without images.
+    assert roomy.needed_bytes == tight.needed_bytes + entry.image_bytes
+    mlx = [each for each in load_catalogue().entries if each.format == "mlx"]
+    assert not any(each.approximate_projector_bytes for each in mlx)
+
+
+def test_the_projector_of_a_downloaded_model_is_counted(hub: StandInHub, tmp_path: Path) -> None:
+    files = write_vision_model(tmp_path / "seer", "llava")
+    hub.files = {"seer-F16.gguf": files.model.read_bytes()}
+    edgespec.download_model(f"hf:{REPOSITORY}")
+
+    def listed(memory: str | int) -> edgespec.AvailableModel:
+        (model,) = [each for each in edgespec.list_models(memory) if each.reference.startswith(REPOSITORY)]
+        return model
+
+    alone = listed("4GiB")
+    assert alone.path is not None
+    shutil.copy(files.projector, alone.path.with_name("mmproj-seer-F16.gguf"))
+    seeing = listed("4GiB")
+    assert (alone.projector_bytes, seeing.projector_bytes) == (0, files.projector.stat().st_size)
+    parts = estimate_projector(files.projector, on_gpu=False).parts
+    assert seeing.needed_bytes - alone.needed_bytes == sum(part.bytes for part in parts)
+    tight = listed(alone.needed_bytes)
+    assert (tight.needed_bytes, tight.fits) == (alone.needed_bytes, True)
 
 
 def test_speeds_are_expected_once_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
