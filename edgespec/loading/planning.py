@@ -15,6 +15,7 @@ from edgespec.loading.constants import (
     MAX_READS_WITH_COPIES,
     MAX_WEIGHTS_SHARE,
     MIN_SUGGESTED_CONTEXT_TOKENS,
+    STREAMED_BATCH_TOKENS,
 )
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
@@ -251,8 +252,16 @@ def _plan_pair(
             tokens = start.context_tokens
             if "context" not in fixed:
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)
-            all_streamed = replace(start, context_tokens=tokens, streamed_layers=target.streamable_layers)
-            streamed, streamed_plan = fit(fixed, all_streamed)
+            for batch_tokens in STREAMED_BATCH_TOKENS:
+                all_streamed = replace(
+                    start,
+                    context_tokens=tokens,
+                    streamed_layers=target.streamable_layers,
+                    batch_tokens=min(batch_tokens, options.batch_tokens),
+                )
+                streamed, streamed_plan = fit(fixed, all_streamed)
+                if streamed_plan.fits and not streamed_plan.decisions:
+                    break
             if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
                 # `auto` drafts with the copies only if no head fits.
