@@ -108,6 +108,7 @@ class _Reply:
             the same as `later_seconds` there.
         read_bytes: Bytes read from the disk, including those for the prompt's pass.
         notice: What edgespec says about the model.
+        widths: Number of tokens in each pass, if the program reports it.
     """
 
     tokens: tuple[int, ...]
@@ -117,6 +118,7 @@ class _Reply:
     pass_seconds: float
     read_bytes: int
     notice: str = ""
+    widths: tuple[int, ...] = ()
 
 
 def main() -> int:
@@ -183,6 +185,7 @@ def _edgespec_reply(settings: Mapping[str, Any]) -> _Reply:
             stats.verify_seconds,
             read_bytes,
             runtime.target.notice,
+            tuple(len(each.tokens) for each in stats.rounds),
         )
 
 
