@@ -216,9 +216,9 @@ class _Comparison:
             limit_bytes = int(args.target.stat().st_size * share)
             if args.llama_server:
                 for name in filter(None, args.grid.split(",")):
-                    flags: tuple[str, ...]
-                    for flags in ((), ("--no-repack",)) if args.repack else (("--no-repack",),):
-                        with self._limited(share, " ".join(("llama-server", name, *flags)), limit_bytes) as run:
+                    for flags in ([], ["--no-repack"]) if args.repack else (["--no-repack"],):
+                        program = " ".join(("llama-server", name, *flags))
+                        with self._limited(share, program, limit_bytes) as run:
                             run.reply = self._server_reply(name, flags, run.group)
             for method in filter(None, args.methods.split(",")):
                 if method == "lowbit":
@@ -289,9 +289,7 @@ class _Comparison:
             server.stop()
         # The first token comes from the pass over the prompt.
         passes = max(1, run.passes - 1)
-        return _Reply(
-            run.tokens, run.later_tokens, run.later_seconds, passes, run.later_seconds, read_bytes
-        )
+        return _Reply(run.tokens, run.later_tokens, run.later_seconds, passes, run.later_seconds, read_bytes)
 
     def _server_prompt(self, server: LlamaServer) -> list[int]:
         if not self._prompt:
@@ -379,12 +377,11 @@ def _cached_share(file: Path) -> float:
     found = np.zeros(pages, np.uint8)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), size_bytes, access=mmap.ACCESS_READ) as mapped:
         view = np.frombuffer(mapped, np.uint8)
-        address = ctypes.c_void_p(view.ctypes.data)
-        if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size_bytes), ctypes.c_void_p(found.ctypes.data)):
-            return 0.0
+        addresses = [ctypes.c_void_p(each.ctypes.data) for each in (view, found)]
+        failed = ctypes.CDLL(None).mincore(addresses[0], ctypes.c_size_t(size_bytes), addresses[1])
         # Release the view, because a mapping with views cannot be closed.
         del view
-    return float((found & 1).mean())
+    return 0.0 if failed else float((found & 1).mean())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.methods.constants import DEFAULT_MAX_WIDTH, FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 
 # --- Bit-exact passes (`exact.py`) ---
@@ -147,11 +148,12 @@ MAX_READS_WITH_COPIES = 1.6
 # Maximum number of tokens per pass for which a streamed model computes logits. It equals the default maximum
 # width of a verify pass, because the memory for more logits would only leave room for fewer layers.
 STREAMED_ROWS = DEFAULT_MAX_WIDTH
-# Numbers of prompt tokens per pass to try for a streamed model, the first one that fits without reducing
-# anything else. They were chosen because each pass reads the model from disk, so that a prompt is processed
-# faster in wide passes, while their buffers take memory from the layers. None is smaller than `READ_TOKENS`
-# (`memory/constants.py`), so that prompts are split as they are with enough memory.
-STREAMED_BATCH_TOKENS = (512, 256)
+# Numbers of prompt tokens per pass, and maximum context sizes in tokens, to try for a streamed model. The
+# first pair that fits without reducing anything else is used. They were chosen because each pass reads the
+# model from disk, so that a prompt is processed faster in wide passes, while their buffers take memory from
+# the layers. No pass is narrower than `READ_TOKENS` (`memory/constants.py`), so that prompts are split as
+# they are with enough memory.
+STREAMED_SIZES = ((512, SHORT_CONTEXT_TOKENS), (256, SHORT_CONTEXT_TOKENS), (256, 1024))
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---
 

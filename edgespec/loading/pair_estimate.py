@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +166,12 @@ class PairEstimator:
         Heads need the hidden states of a whole batch. The user may have asked for wide draft trees, and
         replies that share passes need more rows.
         """
-        has_default_trees = self._drafting.arguments["draft_branches"] in ((), "auto")
+        branches = self._drafting.arguments["draft_branches"]
+        tree_rows = 1 if isinstance(branches, str) else 1 + sum(accumulate(branches, mul))
         return (
             choice.streamed_layers > 0
             and not choice.heads
-            and has_default_trees
+            and tree_rows <= STREAMED_ROWS
             and self._options.parallel == 1
         )
 

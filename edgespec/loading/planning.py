@@ -15,13 +15,12 @@ from edgespec.loading.constants import (
     MAX_READS_WITH_COPIES,
     MAX_WEIGHTS_SHARE,
     MIN_SUGGESTED_CONTEXT_TOKENS,
-    STREAMED_BATCH_TOKENS,
+    STREAMED_SIZES,
 )
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
 from edgespec.loading.pairing import ModelPair
 from edgespec.memory.budget import Budget, address_limit, find_budget
-from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
 from edgespec.memory.plan import MemoryPlan, shared_items
@@ -249,10 +248,10 @@ def _plan_pair(
         if is_too_large and can_stream and target.streamable_layers:
             # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
             # because a long one would take memory away from the weights even while it is unused.
-            tokens = start.context_tokens
-            if "context" not in fixed:
-                tokens = min(tokens, SHORT_CONTEXT_TOKENS)
-            for batch_tokens in STREAMED_BATCH_TOKENS:
+            for batch_tokens, context_tokens in STREAMED_SIZES:
+                tokens = start.context_tokens
+                if "context" not in fixed:
+                    tokens = min(tokens, context_tokens)
                 all_streamed = replace(
                     start,
                     context_tokens=tokens,

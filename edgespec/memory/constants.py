@@ -86,8 +86,8 @@ MIN_DRAFT_TOKENS = 256
 # of these checks low.
 CHECK_SECONDS = 1.0
 # A model that runs from disk reads less ahead, or keeps fewer experts, if less than this share of the reserve
-# is free. Its plan fills the memory up to the reserve, so a higher share would slow it down whenever something
-# takes slightly more memory than planned.
+# is free. A value below 1 was chosen, because its plan fills the memory up to the reserve, so that it would
+# otherwise slow down whenever something takes slightly more memory than planned.
 PRESSURE_SHARE = 0.5
 
 # --- Prefilling and scoring prompts (`target_cache.py`) ---

@@ -74,7 +74,8 @@ class LlamaServer:
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                    preexec_fn=self._before_start,
+                    # The function only writes a file, so that it needs no lock of another thread.
+                    preexec_fn=self._before_start,  # noqa: PLW1509
                 )
             except OSError as error:
                 raise EdgespecError(

@@ -63,9 +63,9 @@ __all__ = [
     "unloaded_ranges",
 ]
 
-# Number of streamed layers in memory at a time: one being computed, and one being read or ready. A third would
-# save no time, because a layer takes nearly the same time in every pass: either the disk or the processor is
-# never idle with two. If memory is low, there is only the one being computed.
+# Number of streamed layers in memory at a time: one being computed, and one being read or ready. A third
+# would save no time, because a layer takes nearly the same time in every pass: either the disk or the
+# processor is never idle with two. If memory is low, there is only the one being computed.
 LAYERS_IN_MEMORY = 2
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
 # reading them once serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is
@@ -266,8 +266,8 @@ class WeightStream:
         self._max_layers = LAYERS_IN_MEMORY
         self._spare_bytes: Callable[[], int] | None = None
         self._next_check = 0.0
-        # The reads of the next layer, if they began before the ones before it ended. Used only in the reader's
-        # thread.
+        # The reads of the next layer, if they began before those of the layer before it ended. Used only in
+        # the reader's thread.
         self._early: _EarlyReads | None = None
         # A layer that has been computed, but whose memory is kept for the next layer to be read.
         self._spare: LayerRanges | None = None
@@ -477,9 +477,7 @@ class WeightStream:
                 self._load(part)
 
         self._reuse_spare(layer)
-        for each in layer.ranges:
-            for part in _parts(each):
-                reads.append(self._pool.submit(load, part))
+        reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
 
     def _begin_early(self, restarts: int) -> None:
         """Begin to read the layer after the one being read if there is room for it."""

@@ -42,10 +42,10 @@ MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 1
 # passes.
 REQUIRED_WIDTHS = (1, 2, 4, 8)
 # Another width to measure even if the time budget is spent, or the next larger one that is measured, if the
-# widest of these passes costs less than `MAX_FLAT_COST`. Such a curve is so flat that long drafts pay, as it is
-# if most of the time is spent reading weights from disk, and extrapolating it would multiply the noise of
-# narrow passes. The width was chosen to cover the longest drafts, the cost so that the pass takes at most a few
-# times as long as a narrow one.
+# widest of these passes costs less than `MAX_FLAT_COST`. The curve is then flat, for example because most of
+# the time is spent reading weights from disk, so that long drafts pay, and extrapolating would multiply the
+# noise of narrow passes. The width was chosen to cover the longest drafts, and the cost so that the wide pass
+# takes at most a few times as long as a narrow one.
 WIDE_WIDTH, MAX_FLAT_COST = 16, 2.0
 # For models that pad their passes, the largest width to measure even if the time budget is spent. Derived as
 # one more than the largest of `REQUIRED_WIDTHS`.
