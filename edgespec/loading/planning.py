@@ -248,6 +248,7 @@ def _plan_pair(
         if is_too_large and can_stream and target.streamable_layers:
             # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
             # because a long one would take memory away from the weights even while it is unused.
+            tried = []
             for batch_tokens, context_tokens in STREAMED_SIZES:
                 tokens = start.context_tokens
                 if "context" not in fixed:
@@ -259,8 +260,13 @@ def _plan_pair(
                     batch_tokens=min(batch_tokens, options.batch_tokens),
                 )
                 streamed, streamed_plan = fit(fixed, all_streamed)
+                tried.append((all_streamed, streamed, streamed_plan))
                 if streamed_plan.fits and not streamed_plan.decisions:
                     break
+            # Smaller sizes do not help if a drafter does not fit with any of them.
+            all_streamed, streamed, streamed_plan = min(
+                tried, key=lambda each: (not each[2].fits, len(each[2].decisions))
+            )
             if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
                 # `auto` drafts with the copies only if no head fits.
