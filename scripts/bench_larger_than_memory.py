@@ -1,19 +1,27 @@
 #!/usr/bin/env python3
-"""Compare edgespec with stock llama.cpp on a model that is larger than the memory of a Linux control group.
+"""Compare edgespec with llama-server on a model that is larger than the memory of a Linux control group.
 
-    sudo scripts/bench_larger_than_memory.py big.gguf --draft small.gguf --shares 0.75,0.55
+    scripts/build_llama_server ../llama
+    sudo scripts/bench_larger_than_memory.py big.gguf --draft small.gguf --llama-server ../llama/llama-server
 
 Each program runs in a new control group whose memory limit is a fraction of the size of the target's file.
-All replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python,
-which maps the file into memory, with flash attention and a thread for each core. Every configuration runs
-`--repeats` times, interleaved, and its first reply is not counted, because it includes tests of the model and
-measurements. Before each reply, the model files are removed from the page cache, because cached pages do not
-count towards the limit of a program that did not read them.
+All replies have the same prompt tokens, length and temperature (0). `llama-server` maps the file into memory.
+If it repacks weights, they do not fit, and the kernel kills it, so it also runs with `--no-repack`. Before
+each run, the model files are removed from the page cache, because cached pages do not count towards the limit
+of a program that did not read them. Run the script on copies of the files that no other program has mapped.
 
-tokens/s   tokens after the first one per second: the median, the slowest and the fastest reply
-passes     target passes of the median reply
-peak       peak memory of the control group, which includes the page cache
-killed     replies that ended because the kernel killed the process
+edgespec loads each configuration twice: its first load includes tests of the model and measurements, so its
+reply is short and not counted. `lowbit` drafts with low-bit copies of the streamed layers and without a draft
+model. They are prepared for the limit if there are none.
+
+tokens/s   tokens after the first pass per second
+s/pass     seconds per target pass. Without drafts, this is the time per token
+read       bytes that the process reads from the disk per pass, including the pass over the prompt
+disk       read speed of the disk: the median of measurements just before and after the reply
+of disk    seconds per pass, divided by the time needed to read its bytes at this speed
+peak       peak memory of the control group, which includes its page cache
+killed     whether the kernel killed the process
+equal      whether the tokens are those of edgespec's plain decoding with enough memory (`--reference`)
 
 Needs permission to create control groups (root).
 """
@@ -21,175 +29,359 @@ Needs permission to create control groups (root).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
+from edgespec.errors import EdgespecError
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.system.cores import usable_cores
+from edgespec.system.disks import read_bytes_per_second
+from scripts.peers.configurations import server_flags
+from scripts.peers.llama_server import LlamaServer
+from scripts.peers.replies import GenerationOptions
 
 _ROOT = Path("/sys/fs/cgroup")
 _PROMPT = "Write a short story about a lighthouse keeper."
-_LLAMA_CPP = """
-import json, sys, time
-from llama_cpp import Llama
-path, prompt, count, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-model = Llama(
-    path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False
-)
-began, times = time.perf_counter(), []
-for _ in model.create_chat_completion(
-    [{"role": "user", "content": prompt}], max_tokens=count, temperature=0, stream=True
-):
-    times.append(time.perf_counter())
-# The first chunk has no text, and the last one only tells why the reply ended.
-tokens = len(times) - 2
-print(json.dumps({"tokens_per_second": (tokens - 1) / (times[-1] - times[1]), "target_passes": tokens}))
-"""
+_REPOSITORY = Path(__file__).resolve().parents[1]
+# Share of the memory limit for which low-bit copies are prepared. `find_budget` reserves 5 % of the limit for
+# other programs, and a plan with slightly less memory than the copies were made for would not use them.
+_COPIES_SHARE = 0.94
+# Number of tokens of edgespec's first reply, which is not counted. It is long enough for `auto` to draft.
+_FIRST_TOKENS = 8
+# Number of measurements of the disk before and after each reply. Each takes 0.3 seconds.
+_DISK_MEASUREMENTS = 2
+# Share of the model's pages that may be left in the page cache, because other programs have mapped the file.
+_MAX_CACHED_SHARE = 0.01
 
 
-@dataclass(frozen=True)
 class _Group:
     """A control group (version 1 or 2) with a memory limit.
 
     Each run needs its own group, because not every kernel can reset the recorded peak.
     """
 
-    folder: Path
-    is_v1: bool
-
-    @classmethod
-    def create(cls, limit_bytes: int) -> _Group:
-        is_v1 = (_ROOT / "memory").is_dir()
-        group = cls((_ROOT / "memory" if is_v1 else _ROOT) / f"edgespec-bench-{os.getpid()}", is_v1)
-        group.folder.mkdir()
-        group._file("memory.limit_in_bytes", "memory.max").write_text(str(limit_bytes))
-        return group
+    def __init__(self, limit_bytes: int) -> None:
+        self._is_v1 = (_ROOT / "memory").is_dir()
+        self._folder = (_ROOT / "memory" if self._is_v1 else _ROOT) / f"edgespec-bench-{os.getpid()}"
+        self._folder.mkdir()
+        self._file("memory.limit_in_bytes", "memory.max").write_text(str(limit_bytes))
 
     def _file(self, v1: str, v2: str) -> Path:
-        return self.folder / (v1 if self.is_v1 else v2)
+        return self._folder / (v1 if self._is_v1 else v2)
 
     def enter(self) -> None:
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak_bytes(self) -> int:
         return int(self._file("memory.max_usage_in_bytes", "memory.peak").read_text())
 
+    def kills(self) -> int:
+        lines = self._file("memory.oom_control", "memory.events").read_text().splitlines()
+        return int(dict(line.split() for line in lines)["oom_kill"])
+
+    def remove(self) -> None:
+        self._folder.rmdir()
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """Measurements of one reply.
+
+    Attributes:
+        later_tokens: Tokens after the first target pass.
+        later_seconds: Time of these tokens.
+        passes: Target passes of these tokens.
+        pass_seconds: Total time of these passes, without drafting. llama-server does not report it, so it is
+            the same as `later_seconds` there.
+        read_bytes: Bytes read from the disk, including those for the prompt's pass.
+        notice: What edgespec says about the model.
+        widths: Number of tokens in each pass, if the program reports it.
+    """
+
+    tokens: tuple[int, ...]
+    later_tokens: int
+    later_seconds: float
+    passes: int
+    pass_seconds: float
+    read_bytes: int
+    notice: str = ""
+    widths: tuple[int, ...] = ()
+
 
 def main() -> int:
-    """Print the results as text or JSON."""
+    """Print the results as text, or save them as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path, help="the GGUF model")
     parser.add_argument("--draft", default="none", help="the draft model (default: none)")
+    parser.add_argument("--llama-server", type=Path, help="the llama-server binary")
     parser.add_argument(
-        "--shares", default="0.75,0.55", help="limits, relative to the file (default: 0.75,0.55)"
+        "--shares", default="0.75,0.55", help="limits, relative to the file (default: %(default)s)"
     )
-    parser.add_argument("--methods", default="none,auto", help="edgespec's methods (default: none,auto)")
-    parser.add_argument("--tokens", type=int, default=48, help="length of a reply (default: 48)")
-    parser.add_argument("--repeats", type=int, default=3, help="replies that count (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--grid",
+        default="none,draft:3,draft:5,draft:8,draft:16",
+        help="configurations of llama-server, as in bench_peers.py (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repack", action="store_true", help="run llama-server also with its own layouts of the weights"
+    )
+    parser.add_argument(
+        "--methods", default="none,auto,lowbit", help="edgespec's methods (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="length of a reply (default: %(default)s)")
+    parser.add_argument(
+        "--plain-tokens", type=int, help="length of a reply without drafts (default: that of all replies)"
+    )
+    parser.add_argument(
+        "--reference", action="store_true", help="also generate the reply with enough memory, and compare"
+    )
+    parser.add_argument("--data", type=Path, help="folder for edgespec's measurements, to use them again")
+    parser.add_argument("--json", type=Path, help="append each result to this file, as a line of JSON")
+    parser.add_argument("--reply", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    results = []
+    if args.reply:
+        print(json.dumps(asdict(_edgespec_reply(json.loads(args.reply)))))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
-        for share in map(float, args.shares.split(",")):
-            results += _compare(args, int(args.target.stat().st_size * share), share, folder)
-    if args.json:
-        print(json.dumps(results, indent=2))
-    else:
-        _print(results)
+        data = args.data or Path(folder)
+        environment = {
+            "EDGESPEC_CACHE_DIR": str(data / "cache"),
+            "EDGESPEC_DATA_DIR": str(data / "data"),
+            "PYTHONPATH": str(_REPOSITORY),
+        }
+        _Comparison(args, os.environ | environment).run()
     return 0
 
 
-def _run(
-    command: Sequence[str], environment: Mapping[str, str], limit_bytes: int, files: Sequence[Path]
-) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Run a program under a memory limit. Return its result, and its peak memory in bytes."""
-    for file in files:
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    group = _Group.create(limit_bytes)
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, preexec_fn=group.enter, check=False
+def _edgespec_reply(settings: Mapping[str, Any]) -> _Reply:
+    """Generate a reply in this process."""
+    import edgespec
+
+    with edgespec.load(settings["target"], settings["draft"], method=settings["method"]) as runtime:
+        read_before = _read_bytes(os.getpid())
+        reply = runtime.generate(_PROMPT, max_tokens=settings["max_tokens"], temperature=0)
+        read_bytes = _read_bytes(os.getpid()) - read_before
+        stats = reply.stats
+        return _Reply(
+            reply.tokens,
+            stats.decoded_tokens,
+            stats.decode_seconds,
+            stats.target_passes,
+            stats.verify_seconds,
+            read_bytes,
+            runtime.target.notice,
+            tuple(len(each.tokens) for each in stats.rounds),
         )
-        return done, group.peak_bytes()
-    finally:
-        group.folder.rmdir()
 
 
-def _compare(args: argparse.Namespace, limit_bytes: int, share: float, folder: str) -> list[dict[str, Any]]:
-    files = [*gguf_files(args.target), *([Path(args.draft)] if Path(args.draft).is_file() else [])]
-    settings = (str(args.target), _PROMPT, str(args.tokens), str(usable_cores()))
-    commands: dict[str, Sequence[str]] = {"llama.cpp": (sys.executable, "-c", _LLAMA_CPP, *settings)}
-    for method in args.methods.split(","):
-        commands[f"edgespec {method}"] = (
-            *(sys.executable, "-m", "edgespec", "generate", "--json", "--target", str(args.target)),
-            *(
-                "--draft",
-                args.draft,
-                "--method",
-                method,
-                "--temperature",
-                "0",
-                "-n",
-                str(args.tokens),
-                _PROMPT,
+def _read_bytes(pid: int) -> int:
+    """Return how many bytes a process has read from disks."""
+    lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+class _Comparison:
+    """Runs all configurations, and prints a line for each of them."""
+
+    _FORMAT = "{:>6}  {:<30}{:>9}{:>7}{:>8}{:>10}{:>7}{:>9}{:>10}{:>8}{:>7}"
+
+    def __init__(self, args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+        self._args, self._environment = args, environment
+        self._files = [*gguf_files(args.target), *([Path(args.draft)] if args.draft != "none" else [])]
+        self._prompt: list[int] = []
+        self._reference: tuple[int, ...] = ()
+
+    def run(self) -> None:
+        args = self._args
+        if args.reference:
+            self._reference = self._edgespec("none", args.tokens, None).tokens
+        columns = "tokens/s,passes,s/pass,read MiB,GB/s,of disk,peak MiB,killed,equal"
+        print(self._FORMAT.format("limit", "program", *columns.split(",")))
+        for share in map(float, args.shares.split(",")):
+            limit_bytes = int(args.target.stat().st_size * share)
+            if args.llama_server:
+                for name in filter(None, args.grid.split(",")):
+                    for flags in ([], ["--no-repack"]) if args.repack else (["--no-repack"],):
+                        program = " ".join(("llama-server", name, *flags))
+                        with self._limited(share, program, limit_bytes) as run:
+                            run.reply = self._server_reply(name, flags, run.group)
+            for method in filter(None, args.methods.split(",")):
+                if method == "lowbit":
+                    self._prepare_copies(int(limit_bytes * _COPIES_SHARE))
+                with self._limited(share, f"edgespec {method}", limit_bytes) as run:
+                    self._edgespec(method, _FIRST_TOKENS, run.group)
+                    run.forget()
+                    run.reply = self._edgespec(method, self._length(method), run.group)
+
+    def _length(self, name: str) -> int:
+        return int((self._args.plain_tokens if name == "none" else None) or self._args.tokens)
+
+    @contextmanager
+    def _limited(self, share: float, name: str, limit_bytes: int) -> Iterator[_LimitedRun]:
+        run = _LimitedRun(self._files, limit_bytes)
+        try:
+            yield run
+        except EdgespecError as error:
+            run.error = str(error)
+        finally:
+            result = run.finish()
+        reply = run.reply
+        equal = None
+        if reply and self._reference:
+            equal = reply.tokens == self._reference[: len(reply.tokens)]
+        row = {"share": share, "program": name, **result, "equal": equal}
+        print(
+            self._FORMAT.format(
+                f"{share:.0%}",
+                name,
+                *(
+                    f"{reply.later_tokens / reply.later_seconds:.2f}" if reply else "-",
+                    reply.passes if reply else "-",
+                    f"{result['pass_seconds']:.3f}" if reply else "-",
+                    round(result["bytes_per_pass"] / 2**20) if reply else "-",
+                    f"{result['disk_bytes_per_second'] / 1e9:.2f}",
+                    f"{result['of_disk']:.2f}" if reply else "-",
+                    round(result["peak_bytes"] / 2**20),
+                    "yes" if result["kills"] else "no",
+                    {None: "-", True: "yes", False: "no"}[equal],
+                ),
             ),
+            flush=True,
         )
-    environment = os.environ | {
-        "EDGESPEC_CACHE_DIR": f"{folder}/cache",
-        "EDGESPEC_DATA_DIR": f"{folder}/data",
-    }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    killed = dict.fromkeys(commands, 0)
-    peaks = dict.fromkeys(commands, 0)
-    for repeat in range(args.repeats + 1):
-        for name, command in commands.items():
-            run, peak_bytes = _run(command, environment, limit_bytes, files)
-            peaks[name] = max(peaks[name], peak_bytes)
-            if run.returncode:
-                killed[name] += run.returncode < 0
-                print(f"{name}: {run.stderr.strip()[-300:]}", file=sys.stderr)
-            elif repeat:
-                reply = json.loads(run.stdout)
-                found[name].append(reply.get("stats", reply) | {"tokens": reply.get("tokens")})
-    texts = [reply["tokens"] for name in commands for reply in found[name] if reply["tokens"] is not None]
-    if any(text != texts[0] for text in texts):
-        print("edgespec's replies differ", file=sys.stderr)
-    return [
-        {
-            "share": share,
-            "program": name,
-            "tokens_per_second": sorted(reply["tokens_per_second"] for reply in found[name]),
-            "target_passes": median(reply["target_passes"] for reply in found[name]) if found[name] else None,
-            "peak_bytes": peaks[name],
-            "killed": killed[name],
+        if run.error:
+            print(f"        {run.error}", flush=True)
+        if self._args.json:
+            with self._args.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row | {"reply": asdict(reply) if reply else None}) + "\n")
+
+    def _server_reply(self, name: str, flags: Sequence[str], group: _Group) -> _Reply:
+        args, threads = self._args, str(usable_cores())
+        common = [
+            *("--model", str(args.target), "--ctx-size", "2048", "--parallel", "1", "--cache-ram", "0"),
+            *("--threads", threads, "--threads-batch", threads, "--flash-attn", "on", "--offline"),
+        ]
+        server = LlamaServer(
+            args.llama_server, [*common, *flags, *server_flags(name, args.draft)], before_start=group.enter
+        )
+        try:
+            server.start()
+            prompt = self._server_prompt(server)
+            read_before = _read_bytes(server.pid)
+            options = GenerationOptions(self._length(name), 0.0, 1, 0, 1.0, 0.0)
+            run = server.generate(prompt, options)
+            read_bytes = _read_bytes(server.pid) - read_before
+        finally:
+            server.stop()
+        # The first token comes from the pass over the prompt.
+        passes = max(1, run.passes - 1)
+        return _Reply(run.tokens, run.later_tokens, run.later_seconds, passes, run.later_seconds, read_bytes)
+
+    def _server_prompt(self, server: LlamaServer) -> list[int]:
+        if not self._prompt:
+            messages = [{"role": "user", "content": _PROMPT}]
+            text = server.request("/apply-template", {"messages": messages})["prompt"]
+            body = {"content": text, "add_special": False, "parse_special": True}
+            self._prompt = server.request("/tokenize", body)["tokens"]
+        return self._prompt
+
+    def _edgespec(self, method: str, max_tokens: int, group: _Group | None) -> _Reply:
+        args = self._args
+        draft = args.draft if method in ("auto", "model") else "none"
+        settings = {"target": str(args.target), "draft": draft, "method": method, "max_tokens": max_tokens}
+        command = [sys.executable, __file__, str(args.target), "--reply", json.dumps(settings)]
+        enter = group.enter if group else None
+        return _Reply(**json.loads(self._output(command, enter)))
+
+    def _prepare_copies(self, memory_bytes: int) -> None:
+        prepare = ("prepare", "lowbit", str(self._args.target), "--for-memory", str(memory_bytes))
+        self._output([sys.executable, "-m", "edgespec", *prepare])
+
+    def _output(self, command: Sequence[str], enter: Any = None) -> str:
+        done = subprocess.run(
+            command,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            preexec_fn=enter,
+            check=False,
+        )
+        if done.returncode:
+            raise EdgespecError(f"status {done.returncode}: {done.stderr.strip()[-300:]}", "see above")
+        return done.stdout.splitlines()[-1] if done.stdout else ""
+
+
+class _LimitedRun:
+    """The run of one configuration in a control group, with the speed of the disk before and after it."""
+
+    def __init__(self, files: Sequence[Path], limit_bytes: int) -> None:
+        self._files = files
+        self._speeds: list[float] = []
+        self.reply: _Reply | None = None
+        self.error = ""
+        self.forget()
+        self.group = _Group(limit_bytes)
+
+    def forget(self) -> None:
+        """Remove the models from the page cache, and measure the disk."""
+        for file in self._files:
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if (cached := _cached_share(file)) > _MAX_CACHED_SHARE:
+                print(f"warning: another program keeps {cached:.0%} of {file} in memory", file=sys.stderr)
+        self._speeds.clear()
+        self._measure_disk()
+
+    def _measure_disk(self) -> None:
+        self._speeds += [read_bytes_per_second(self._files[0]) for _ in range(_DISK_MEASUREMENTS)]
+
+    def finish(self) -> dict[str, Any]:
+        """Return the results, and remove the control group."""
+        self._measure_disk()
+        speed = median(self._speeds)
+        result: dict[str, Any] = {
+            "disk_bytes_per_second": speed,
+            "peak_bytes": self.group.peak_bytes(),
+            "kills": self.group.kills(),
         }
-        for name in commands
-    ]
+        self.group.remove()
+        if self.reply:
+            seconds = self.reply.pass_seconds / self.reply.passes
+            read_bytes = self.reply.read_bytes / (self.reply.passes + 1)
+            result |= {
+                "pass_seconds": seconds,
+                "bytes_per_pass": read_bytes,
+                "of_disk": seconds / (read_bytes / speed) if read_bytes else 0.0,
+            }
+        return result
 
 
-def _print(results: Sequence[dict[str, Any]]) -> None:
-    row_format = "{:>6}  {:<22}{:>9}{:>9}{:>9}{:>8}{:>10}{:>8}"
-    print(
-        row_format.format(
-            "limit", "program", "tokens/s", "slowest", "fastest", "passes", "peak MiB", "killed"
-        )
-    )
-    for row in results:
-        speeds = row["tokens_per_second"] or [float("nan")]
-        shown = (f"{speed:.2f}" for speed in (median(speeds), speeds[0], speeds[-1]))
-        peak, passes = round(row["peak_bytes"] / 2**20), round(row["target_passes"] or 0)
-        print(row_format.format(f"{row['share']:.0%}", row["program"], *shown, passes, peak, row["killed"]))
+def _cached_share(file: Path) -> float:
+    """Return the share of a file's pages that are in the page cache."""
+    size_bytes = file.stat().st_size
+    pages = -(-size_bytes // mmap.PAGESIZE)
+    found = np.zeros(pages, np.uint8)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), size_bytes, access=mmap.ACCESS_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        addresses = [ctypes.c_void_p(each.ctypes.data) for each in (view, found)]
+        failed = ctypes.CDLL(None).mincore(addresses[0], ctypes.c_size_t(size_bytes), addresses[1])
+        # Release the view, because a mapping with views cannot be closed.
+        del view
+    return 0.0 if failed else float((found & 1).mean())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
+from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
+from edgespec.methods.constants import DEFAULT_MAX_WIDTH, FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 
 # --- Bit-exact passes (`exact.py`) ---
 
@@ -162,6 +163,15 @@ OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 # that read 1.5 times as much generated its first reply 1.24 times as fast with `auto`, and a Q8_0 model that
 # read 2.7 times as much generated a reply 0.75 times as fast with `lowbit`.
 MAX_READS_WITH_COPIES = 1.6
+# Maximum number of tokens per pass for which a streamed model computes logits. It equals the default maximum
+# width of a verify pass, because the memory for more logits would only leave room for fewer layers.
+STREAMED_ROWS = DEFAULT_MAX_WIDTH
+# Numbers of prompt tokens per pass, and maximum context sizes in tokens, to try for a streamed model. The
+# first pair that fits without reducing anything else is used. They were chosen because each pass reads the
+# model from disk, so that a prompt is processed faster in wide passes, while their buffers take memory from
+# the layers. No pass is narrower than `READ_TOKENS` (`memory/constants.py`), so that prompts are split as
+# they are with enough memory.
+STREAMED_SIZES = ((512, SHORT_CONTEXT_TOKENS), (256, SHORT_CONTEXT_TOKENS), (256, 1024))
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelFileError, about_option
+from edgespec.loading.constants import STREAMED_ROWS
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
 from edgespec.memory.budget import Budget
@@ -153,6 +156,23 @@ class PairEstimator:
             experts=choice.experts or self._options.experts,
             streamed_layers=choice.streamed_layers,
             streamable=tuple(copies.layer_bytes) if copies else None,
+            batch_tokens=choice.batch_tokens or self._options.batch_tokens,
+            max_logit_rows=STREAMED_ROWS if self._can_limit_rows(choice) else None,
+        )
+
+    def _can_limit_rows(self, choice: PlanChoice) -> bool:
+        """Return whether a streamed target can reserve memory for the logits of fewer tokens per pass.
+
+        Heads need the hidden states of a whole batch. The user may have asked for wide draft trees, and
+        replies that share passes need more rows.
+        """
+        branches = self._drafting.arguments["draft_branches"]
+        tree_rows = 1 if isinstance(branches, str) else 1 + sum(accumulate(branches, mul))
+        return (
+            choice.streamed_layers > 0
+            and not choice.heads
+            and tree_rows <= STREAMED_ROWS
+            and self._options.parallel == 1
         )
 
     def _substitutes_of(self, choice: PlanChoice) -> Substitutes | None:
@@ -227,7 +247,9 @@ class PairEstimator:
         for method in map(method_of_name, sorted(self._drafting.named_drafters)):
             size = method.estimate_bytes(pair.target, target.context_tokens) * options.parallel
             items += [Item(method.name, f"{method.name} drafter", "cache", size)] if size else []
-        models_bytes = sum(item.bytes for item in items if item.kind != "unusable")
+        # The weights of a streamed model are read into memory of exactly their size.
+        without = {"unusable", "weights"} if choice.streamed_layers else {"unusable"}
+        models_bytes = sum(item.bytes for item in items if item.kind not in without)
         items += shared_items(models_bytes, self._process_bytes, self._headroom_bytes)
         return MemoryPlan(
             self._budget,

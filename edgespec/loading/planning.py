@@ -15,12 +15,12 @@ from edgespec.loading.constants import (
     MAX_READS_WITH_COPIES,
     MAX_WEIGHTS_SHARE,
     MIN_SUGGESTED_CONTEXT_TOKENS,
+    STREAMED_SIZES,
 )
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
 from edgespec.loading.pairing import ModelPair
 from edgespec.memory.budget import Budget, address_limit, find_budget
-from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
 from edgespec.memory.plan import MemoryPlan, shared_items
@@ -248,11 +248,25 @@ def _plan_pair(
         if is_too_large and can_stream and target.streamable_layers:
             # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
             # because a long one would take memory away from the weights even while it is unused.
-            tokens = start.context_tokens
-            if "context" not in fixed:
-                tokens = min(tokens, SHORT_CONTEXT_TOKENS)
-            all_streamed = replace(start, context_tokens=tokens, streamed_layers=target.streamable_layers)
-            streamed, streamed_plan = fit(fixed, all_streamed)
+            tried = []
+            for batch_tokens, context_tokens in STREAMED_SIZES:
+                tokens = start.context_tokens
+                if "context" not in fixed:
+                    tokens = min(tokens, context_tokens)
+                all_streamed = replace(
+                    start,
+                    context_tokens=tokens,
+                    streamed_layers=target.streamable_layers,
+                    batch_tokens=min(batch_tokens, options.batch_tokens),
+                )
+                streamed, streamed_plan = fit(fixed, all_streamed)
+                tried.append((all_streamed, streamed, streamed_plan))
+                if streamed_plan.fits and not streamed_plan.decisions:
+                    break
+            # Smaller sizes do not help if a drafter does not fit with any of them.
+            all_streamed, streamed, streamed_plan = min(
+                tried, key=lambda each: (not each[2].fits, len(each[2].decisions))
+            )
             if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
                 # `auto` drafts with the copies only if no head fits.

@@ -146,7 +146,10 @@ def _preview(pair: ModelPair, request: LoadRequest, progress: Progress | None) -
         if connected.workers is None:
             streaming = planned.plan.streaming
             read_seconds = streaming.seconds_of_pass if streaming else no_reads
-            return Preview(planned, predict_pair(planned.pair, read_seconds=read_seconds))
+            prediction = predict_pair(
+                planned.pair, read_seconds=read_seconds, batch_tokens=planned.options.batch_tokens
+            )
+            return Preview(planned, prediction)
         whole = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         spread = predict_spread(
             planned.pair.target,

@@ -14,6 +14,8 @@ from edgespec.model.model_facts import PassWeights
 from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 
+_BATCH_TOKENS = LoadOptions().batch_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class SpeedPrediction:
@@ -64,6 +66,7 @@ def predict_speed(
     acceptance_rate: float | None = None,
     *,
     read_seconds: Callable[[int], float] = no_reads,
+    batch_tokens: int = _BATCH_TOKENS,
 ) -> SpeedPrediction:
     """Predict the speed of a target, alone and with a draft model.
 
@@ -75,10 +78,10 @@ def predict_speed(
         acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
         read_seconds: Returns the time that a pass over a number of tokens spends reading weights from disk
             while it computes.
+        batch_tokens: Number of prompt tokens per pass.
     """
     in_memory = speed.pass_seconds(target)
     step = max(in_memory, read_seconds(1))
-    batch_tokens = LoadOptions().batch_tokens
     prompt_passes = ceil(PREDICTED_PROMPT_TOKENS / batch_tokens)
     speedup = 1.0
 
@@ -104,7 +107,10 @@ def predict_speed(
 
 
 def predict_pair(
-    pair: ModelPair, *, read_seconds: Callable[[int], float] = no_reads
+    pair: ModelPair,
+    *,
+    read_seconds: Callable[[int], float] = no_reads,
+    batch_tokens: int = _BATCH_TOKENS,
 ) -> SpeedPrediction | None:
     """Predict the speed of a pair from its files, or return None if this machine has not been measured.
 
@@ -112,6 +118,7 @@ def predict_pair(
         pair: The target and its draft model.
         read_seconds: Returns the time that a pass over a number of tokens spends reading weights from disk
             while it computes.
+        batch_tokens: Number of prompt tokens per pass.
 
     Raises:
         ModelFileError: A file is damaged.
@@ -123,7 +130,7 @@ def predict_pair(
     draft = pair.draft if pair.draft and pair.draft.format == form.name else None
     weights = form.read_pass_weights(pair.target.path)
     if draft is None:
-        return predict_speed(speed, weights, None, read_seconds=read_seconds)
+        return predict_speed(speed, weights, None, read_seconds=read_seconds, batch_tokens=batch_tokens)
     parameters = [form.read_info(each.path).parameters for each in (draft, pair.target)]
     return predict_speed(
         speed,
@@ -132,6 +139,7 @@ def predict_pair(
         parameters[0] / max(parameters[1], 1),
         measured_acceptance_rate(pair.target, draft),
         read_seconds=read_seconds,
+        batch_tokens=batch_tokens,
     )
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "PREFILL_SPEEDUP",
     "PREFIX_CACHE_KV_CACHES",
     "PREFIX_CACHE_SHARE",
+    "PRESSURE_SHARE",
     "READ_TOKENS",
     "RESERVE_SHARE",
     "SAVING_WINDOW_TOKENS",
@@ -84,6 +85,10 @@ MIN_DRAFT_TOKENS = 256
 # Minimum time in seconds between checks of the free memory during a reply. It was chosen to keep the overhead
 # of these checks low.
 CHECK_SECONDS = 1.0
+# A model that runs from disk reads less ahead, or keeps fewer experts, if less than this share of the reserve
+# is free. A value below 1 was chosen, because its plan fills the memory up to the reserve, so that it would
+# otherwise slow down whenever something takes slightly more memory than planned.
+PRESSURE_SHARE = 0.5
 
 # --- Prefilling and scoring prompts (`target_cache.py`) ---
 

@@ -77,6 +77,7 @@ class PlanChoice:
             one.
         heads: Number of heads to load.
         streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass.
+        batch_tokens: Number of prompt tokens per pass, and 0 for the default.
         substitutes: File of low-bit copies. Only layers with a copy are then streamed, and the target drafts
             with the copies in place of these layers. None if there are none.
     """
@@ -93,6 +94,7 @@ class PlanChoice:
     draft_form: str = ""
     heads: int = 0
     streamed_layers: int = 0
+    batch_tokens: int = 0
     substitutes: Path | None = None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import perf_counter as now
 
 from edgespec.memory.budget import available_bytes
-from edgespec.memory.constants import CHECK_SECONDS, DEFAULT_RESERVE_BYTES
+from edgespec.memory.constants import CHECK_SECONDS, DEFAULT_RESERVE_BYTES, PRESSURE_SHARE
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.system.files import format_bytes
@@ -47,7 +47,7 @@ class MemoryPressure:
         self._next_check = 0.0
         self._unreported: list[str] = []
         # The model keeps the function, so it must not refer to this object, which refers to the model.
-        context.watch_memory(lambda: available() - reserve_bytes)
+        context.watch_memory(lambda: available() - int(PRESSURE_SHARE * reserve_bytes))
 
     @property
     def is_low(self) -> bool:

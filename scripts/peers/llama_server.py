@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from time import perf_counter as now
@@ -24,11 +24,21 @@ _ERROR_LINE = re.compile(r"error|fail|invalid|unable|abort", re.IGNORECASE)
 
 
 class LlamaServer:
-    """A llama-server process without a prefix cache."""
+    """A llama-server process without a prefix cache.
 
-    def __init__(self, binary: Path, flags: Sequence[str]) -> None:
+    Args:
+        binary: The program.
+        flags: Its flags.
+        before_start: Called in the new process before the program starts, for example to enter a control
+            group.
+    """
+
+    def __init__(
+        self, binary: Path, flags: Sequence[str], before_start: Callable[[], None] | None = None
+    ) -> None:
         self._binary = binary
         self._flags = tuple(flags)
+        self._before_start = before_start
         self._process: subprocess.Popen[bytes] | None = None
         self._log = ""
         self._failed = False
@@ -64,6 +74,8 @@ class LlamaServer:
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
+                    # The function only writes a file, so that it needs no lock of another thread.
+                    preexec_fn=self._before_start,  # noqa: PLW1509
                 )
             except OSError as error:
                 raise EdgespecError(

@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 import edgespec
 from edgespec.backends.llamacpp import devices, loading, native, weight_stream
+from edgespec.backends.llamacpp.context_plan import MAX_WIDTH
 from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.backends.llamacpp.loading import free_weights, load_all
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
@@ -42,6 +43,7 @@ from edgespec.cli.program import program
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.loading import pair_estimate, planning, speed_prediction
+from edgespec.loading.constants import STREAMED_ROWS
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 from edgespec.memory.budget import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
@@ -144,8 +146,8 @@ def test_streamed_layers_are_spread_over_the_model(demo_target: Path) -> None:
         assert chosen == sorted(set(chosen))
         assert len(chosen) == count
         assert np.diff([0, *chosen]).max() <= len(layers) // count + 1
-    assert saved_bytes(layers[:3]) == 0
-    assert saved_bytes(layers) == sum(layer.size_bytes for layer in layers[3:])
+    assert saved_bytes(layers[:LAYERS_IN_MEMORY]) == 0
+    assert saved_bytes(layers) == sum(layer.size_bytes for layer in layers[LAYERS_IN_MEMORY:])
 
 
 def _memory_bytes() -> int:
@@ -261,7 +263,7 @@ def test_a_pass_that_waits_for_the_disk_can_be_interrupted(
     model.close()
 
 
-@pytest.mark.parametrize("method", ["is_stop", "on_layer", "_free"])
+@pytest.mark.parametrize("method", ["is_stop", "on_layer", "_release"])
 def test_ctrl_c_cancels_a_pass(
     model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -306,7 +308,7 @@ def test_less_is_read_ahead_while_memory_is_low(
     model: LanguageModel, copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_stream, "_CHECK_SECONDS", 0.01)
-    read_layer, free = WeightStream._read_layer, WeightStream._free
+    read_layer, free, keep = WeightStream._read_layer, WeightStream._free, WeightStream._release
     stream, limit_bytes = model._stream, 1 << 40  # type: ignore[attr-defined]
     with stream._state:
         assert stream._state.wait_for(lambda: not stream._has_room, 20)
@@ -327,8 +329,13 @@ def test_less_is_read_ahead_while_memory_is_low(
             shrunk.set()
         free(self, layer)
 
+    def keep_memory(self: WeightStream, layer: Any) -> None:
+        held.discard(layer.layer)
+        keep(self, layer)
+
     monkeypatch.setattr(WeightStream, "_read_layer", read)
     monkeypatch.setattr(WeightStream, "_free", release)
+    monkeypatch.setattr(WeightStream, "_release", keep_memory)
     MemoryPressure(ResizableContext(model), available=lambda: limit_bytes)
     limit_bytes = 0
     assert shrunk.wait(20)
@@ -339,6 +346,27 @@ def test_less_is_read_ahead_while_memory_is_low(
     assert grown.wait(20)
     assert _same(_rows(model), expected)
     assert most == LAYERS_IN_MEMORY
+
+
+@pytest.mark.parametrize("flags", [weight_stream._MREMAP_FLAGS, 1 << 30])
+def test_memory_of_a_computed_layer_is_used_for_the_next_one(
+    copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    """A kernel that cannot move pages to another address gives new ones."""
+    moved, move_pages = [], weight_stream.move_pages
+
+    def record(begin: int, end: int, size_bytes: int) -> None:
+        moved.append((begin, end))
+        move_pages(begin, end, size_bytes)
+
+    monkeypatch.setattr(weight_stream, "_MREMAP_FLAGS", flags)
+    monkeypatch.setattr(weight_stream, "move_pages", record)
+    model = _load(copy)
+    for _ in range(2):
+        assert _same(_rows(model), expected)
+    model.close()
+    assert moved
+    assert all(begin != end for begin, end in moved)
 
 
 def test_a_failure_to_find_out_the_free_memory_does_not_end_the_reader(
@@ -713,9 +741,9 @@ def test_a_model_that_uses_a_gpu_is_not_streamed(
 class TestPlanning:
     @pytest.fixture(scope="class")
     def short_bytes(self, smollm2: Path) -> int:
-        """A budget that lacks a few of SmolLM2's layers."""
+        """A budget that lacks a few of SmolLM2's layers, although logits for fewer tokens save 72 MiB."""
         plan = edgespec.plan(str(smollm2), "none", memory=1 << 40, context=1024).plan
-        return plan.total_bytes - (20 << 20)
+        return plan.total_bytes - (92 << 20)
 
     def test_a_model_that_does_not_fit_is_streamed(self, smollm2: Path, short_bytes: int) -> None:
         preview = edgespec.plan(str(smollm2), "none", memory=short_bytes, context=1024)
@@ -729,6 +757,16 @@ class TestPlanning:
         # SmolLM2 has 30 layers.
         assert shown["layers"] + shown["kept_layers"] == 30
         assert preview.advice
+
+    def test_memory_for_logits_covers_only_the_widest_pass(self, smollm2: Path, short_bytes: int) -> None:
+        whole, streamed = (
+            edgespec.plan(str(smollm2), "none", memory=memory, context=1024).plan
+            for memory in (1 << 40, short_bytes)
+        )
+        sizes = [
+            sum(item.bytes for item in plan.items if item.kind == "output") for plan in (whole, streamed)
+        ]
+        assert sizes[1] * MAX_WIDTH == sizes[0] * STREAMED_ROWS
 
     @pytest.mark.parametrize("draft", ["none", "demo-draft"])
     def test_the_expected_speed_is_limited_by_the_disk(

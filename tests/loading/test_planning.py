@@ -225,16 +225,17 @@ class TestInstalledModels:
         target = resolve("maker/Large-GGUF", allow_download=False)
         fixed = PlanRequest(frozenset({"kv_type", "draft_window"}))
         quarter = LoadOptions(context_tokens=512)
+        whole = DraftingOptions.of(larger_than_memory="no")
         smaller = plan_pair(
             ModelPair(target, None, ""), DraftingOptions.of(), quarter, Budget(1 << 40, "here"), fixed
         )
-        planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
+        planned = _planned(smaller.plan.total_bytes, whole, options=quarter, draft=None, fixed=fixed)
         assert not planned.plan.fits
         with raises(MemoryBudgetError, "maker/Large-GGUF"):
             check_fits(planned)
-        other = _planned(smaller.plan.total_bytes - 1, options=quarter, draft=None, fixed=fixed)
+        other = _planned(smaller.plan.total_bytes - 1, whole, options=quarter, draft=None, fixed=fixed)
         assert "choose maker/Small-GGUF (" in other.advice
-        none = _planned(2**20, options=quarter, draft=None, fixed=fixed)
+        none = _planned(2**20, whole, options=quarter, draft=None, fixed=fixed)
         assert "on this machine" not in none.advice
 
 

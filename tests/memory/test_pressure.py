@@ -347,3 +347,14 @@ class TestDuringAReply:
             checks.clear()
             without.check_during_reply()
             assert not checks
+
+
+def test_a_model_that_runs_from_disk_reads_ahead_until_half_of_the_reserve_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its plan fills the memory up to the reserve, so slightly more than planned must not slow it down."""
+    target, watched = table(1), list[Callable[[], int]]()
+    monkeypatch.setattr(target, "watch_memory", watched.append)
+    MemoryPressure(ResizableContext(target), available=lambda: 60, reserve_bytes=100)
+    (spare_bytes,) = watched
+    assert spare_bytes() == 10

@@ -73,7 +73,7 @@ _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 def partial_copy_options(options: LoadOptions) -> LoadOptions:
     """Return the load options of a draft model that shares weights with the target."""
-    rows = min(options.batch_tokens, _SHARED_ROWS)
+    rows = min(options.batch_tokens, _SHARED_ROWS, options.max_logit_rows or _SHARED_ROWS)
     return replace(options, adapters=(), projector="", batch_tokens=rows, max_logit_rows=rows)
 
 

@@ -63,9 +63,10 @@ __all__ = [
     "unloaded_ranges",
 ]
 
-# Number of streamed layers in memory at a time: one being computed, one ready, and one being read. If memory
-# is low, there is only the one being computed.
-LAYERS_IN_MEMORY = 3
+# Number of streamed layers in memory at a time: one being computed, and one being read or ready. A third
+# would save no time, because a layer takes nearly the same time in every pass: either the disk or the
+# processor is never idle with two. If memory is low, there is only the one being computed.
+LAYERS_IN_MEMORY = 2
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
 # reading them once serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is
 # small.
@@ -79,6 +80,8 @@ POLL_SECONDS = 0.05
 # checks low.
 _CHECK_SECONDS = 1.0
 _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
+# Flags of Linux's `mremap`: move pages to a fixed address, and leave the old address range mapped but empty.
+_MREMAP_FLAGS = 0x1 | 0x2 | 0x4
 # Without this flag, Linux refuses mappings larger than the machine's memory. Python's `mmap` module provides
 # it only since version 3.13.
 _MAP_NORESERVE = 0x4000
@@ -194,6 +197,22 @@ def saved_bytes(streamed: Sequence[LayerRanges]) -> int:
     return sum(sorted(layer.size_bytes for layer in streamed)[:-LAYERS_IN_MEMORY])
 
 
+class _EarlyReads(NamedTuple):
+    """Reads of a layer that began before the reads of the layer before it ended.
+
+    Attributes:
+        number: Number of streamed layers before this one, counted as in `WeightStream`.
+        layer: The layer.
+        restarts: How often the passes had been restarted.
+        reads: The reads that were submitted.
+    """
+
+    number: int
+    layer: LayerRanges
+    restarts: int
+    reads: list[Future[None]]
+
+
 class WeightStream:
     """Reads the streamed layers of a model's weights before they are needed.
 
@@ -247,6 +266,11 @@ class WeightStream:
         self._max_layers = LAYERS_IN_MEMORY
         self._spare_bytes: Callable[[], int] | None = None
         self._next_check = 0.0
+        # The reads of the next layer, if they began before those of the layer before it ended. Used only in
+        # the reader's thread.
+        self._early: _EarlyReads | None = None
+        # A layer that has been computed, but whose memory is kept for the next layer to be read.
+        self._spare: LayerRanges | None = None
         # Whether all passes so far ended as planned. If not, `_done` may be wrong.
         self._is_intact = True
         self._restarts = 0
@@ -343,6 +367,29 @@ class WeightStream:
         for each in layer.ranges:
             advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
 
+    def _release(self, layer: LayerRanges) -> None:
+        """Keep the memory of a computed layer for the next layer to be read, or free it."""
+        with self._lock:
+            if self._max_layers > 1 and self._spare is None:
+                self._spare = layer
+                return
+        self._free(layer)
+
+    def _reuse_spare(self, layer: LayerRanges | None) -> None:
+        """Move the memory that was kept to the addresses of `layer`, and free the rest of it.
+
+        New memory would cost as much time of a processor as reading does, because the kernel clears it.
+        """
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None:
+            return
+        if layer is not None and spare is not layer:
+            for old, new in zip(spare.ranges, layer.ranges, strict=False):
+                move_pages(self._address(old), self._address(new), min(old.size_bytes, new.size_bytes))
+        if spare is not layer:
+            self._free(spare)
+
     def watch_memory(self, spare_bytes: Callable[[], int]) -> None:
         """Keep fewer weights in memory while memory is low. See `LanguageModel.watch_memory`."""
         self._spare_bytes = spare_bytes
@@ -351,10 +398,11 @@ class WeightStream:
         """Read the streamed layers in a cycle, pausing while `_max_layers` of them are in memory."""
         with self._pool:
             while self._wait_for_work(lambda: self._can_read):
+                self._drop_outdated_reads()
                 with self._state:
                     if self._closed:
                         return
-                    if not self._can_read:
+                    if not self._can_read or self._has_outdated_reads:
                         continue
                     layer, restarts = self._layers[self._read % self._count], self._restarts
                 error = self._read_layer(layer, restarts)
@@ -379,14 +427,16 @@ class WeightStream:
 
     def _read_layer(self, layer: LayerRanges, restarts: int) -> BackendError | None:
         """Read a layer's weights unless the passes restart meanwhile. Return the first error, or None."""
-
-        def load(part: FileRange) -> None:
-            if not self._is_outdated(restarts):
-                self._load(part)
-
+        early, self._early = self._early, None
         reads: list[Future[None]] = []
         try:
-            reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
+            if early is not None and early.restarts == restarts:
+                reads = early.reads
+            else:
+                self._begin_reads(layer, restarts, reads)
+            # Begin the reads of the next layer when these are about to end, so that the disk is never idle.
+            wait(reads[: 1 - PARALLEL_READS])
+            self._begin_early(restarts)
         except RuntimeError:
             # The interpreter is shutting down and the model was never closed, so no new reads can be
             # submitted. `submit` cannot raise RuntimeError for any other reason, because all threads of the
@@ -414,6 +464,50 @@ class WeightStream:
             )
         return None
 
+    def _begin_reads(self, layer: LayerRanges, restarts: int, reads: list[Future[None]]) -> None:
+        """Submit the reads of a layer, unless the passes restart before they begin, and add them to `reads`.
+
+        Raises:
+            RuntimeError: The interpreter is shutting down.
+            MemoryError: There is not enough memory. Some of the reads may have been submitted.
+        """
+
+        def load(part: FileRange) -> None:
+            if not self._is_outdated(restarts):
+                self._load(part)
+
+        self._reuse_spare(layer)
+        reads.extend(self._pool.submit(load, part) for each in layer.ranges for part in _parts(each))
+
+    def _begin_early(self, restarts: int) -> None:
+        """Begin to read the layer after the one being read if there is room for it."""
+        with self._lock:
+            number = self._read + 1
+            has_room = number - self._done < min(self._max_layers, self._count)
+            if not has_room or self._error is not None or self._is_outdated(restarts):
+                return
+            layer = self._layers[number % self._count]
+        # Set the attribute first, because reads that were submitted must end before the memory is reused.
+        self._early = _EarlyReads(number, layer, restarts, [])
+        self._begin_reads(layer, restarts, self._early.reads)
+
+    def _drop_outdated_reads(self) -> None:
+        """End early reads that are not for the next layer, because the passes or the limit have changed."""
+        with self._lock:
+            if not self._has_outdated_reads:
+                return
+        early, self._early = self._early, None
+        assert early is not None
+        wait(early.reads)
+        self._free(early.layer)
+
+    @property
+    def _has_outdated_reads(self) -> bool:
+        early = self._early
+        return early is not None and (
+            early.number != self._read or self._is_outdated(early.restarts) or not self._has_room
+        )
+
     def _is_outdated(self, restarts: int) -> bool:
         return self._closed or restarts != self._restarts
 
@@ -439,6 +533,7 @@ class WeightStream:
         with self._state:
             if spare_bytes < 0 and self._max_layers > 1 and self._error is None:
                 self._max_layers = 1
+                self._reuse_spare(None)
                 # A pass may be computing the layer that it has waited for.
                 first = max(self._done, self._awaited)
                 for number in range(first, self._read):
@@ -519,7 +614,7 @@ class WeightStream:
             if layer in self._order:
                 position = self._done % self._count
                 self._missed |= self._awaited <= self._done or self._order[layer] != position
-                self._free(self._layers[self._order[layer]])
+                self._release(self._layers[self._order[layer]])
                 self._done += 1
                 self._state.notify_all()
             if layer in self._waits and self._done < self._first + self._count:
@@ -610,6 +705,10 @@ def _libc() -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    ]
     return libc
 
 
@@ -622,6 +721,24 @@ def replace_mapping(begin: int, end: int) -> None:
             "raise the limit on address space (ulimit -v), or set vm.overcommit_memory to 0",
             code="out_of_memory",
         )
+
+
+def move_pages(begin: int, end: int, size_bytes: int) -> None:
+    """Move private pages from one address to another without copying them, if the kernel can.
+
+    Both ranges stay mapped. If the pages cannot be moved, nothing changes.
+
+    Args:
+        begin: The address of the pages.
+        end: Their new address. The pages there are freed.
+        size_bytes: The size of both ranges, which must not overlap.
+
+    Raises:
+        BackendError: There is not enough address space.
+    """
+    if _libc().mremap(begin, size_bytes, size_bytes, _MREMAP_FLAGS, end) != end:
+        # The kernel may have unmapped the new address before it failed.
+        replace_mapping(end, end + size_bytes)
 
 
 def forget_peak_memory() -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "MACHINE_ROUNDS",
     "MACHINE_WIDTHS",
     "MAX_EXCESS",
+    "MAX_FLAT_COST",
     "MAX_REQUIRED_PADDED_WIDTH",
     "MAX_STEP_RATIO",
     "MAX_THREAD_SLOWDOWN",
@@ -29,6 +30,7 @@ __all__ = [
     "THREAD_ROUNDS",
     "THREAD_SHARES",
     "TYPE_SECONDS",
+    "WIDE_WIDTH",
 ]
 
 # --- Cost curve of a loaded model (`curve.py`, `target_costs.py`) ---
@@ -39,6 +41,12 @@ MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 1
 # Pass widths to measure even if the time budget is spent, chosen to show the shape of the curve with few
 # passes.
 REQUIRED_WIDTHS = (1, 2, 4, 8)
+# Another width to measure even if the time budget is spent, or the next larger one that is measured, if the
+# widest of these passes costs less than `MAX_FLAT_COST`. The curve is then flat, for example because most of
+# the time is spent reading weights from disk, so that long drafts pay, and extrapolating would multiply the
+# noise of narrow passes. The width was chosen to cover the longest drafts, and the cost so that the wide pass
+# takes at most a few times as long as a narrow one.
+WIDE_WIDTH, MAX_FLAT_COST = 16, 2.0
 # For models that pad their passes, the largest width to measure even if the time budget is spent. Derived as
 # one more than the largest of `REQUIRED_WIDTHS`.
 MAX_REQUIRED_PADDED_WIDTH = 9

@@ -25,11 +25,13 @@ from edgespec.methods.costs.constants import (
     BUDGET_SECONDS,
     CHANGE_REPEATS,
     MAX_EXCESS,
+    MAX_FLAT_COST,
     MAX_REQUIRED_PADDED_WIDTH,
     MEASURED_WIDTHS,
     MIN_BUDGET_STEPS,
     REPEATS,
     REQUIRED_WIDTHS,
+    WIDE_WIDTH,
 )
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
@@ -130,9 +132,9 @@ def measure_costs(
     """Measure the durations of verify passes over different numbers of tokens.
 
     The passes run after the tokens in the model's KV cache and leave the cache unchanged. Widths 1, 2, 4 and
-    8 are measured first. The others follow in ascending order until half of the time budget is spent. The
-    other half is spent on repetitions. Once a width has been repeated, its slower first measurement is
-    ignored.
+    8 are measured first, followed by 16 if the cost of a pass hardly depends on its width. The others follow
+    in ascending order until half of the time budget is spent. The other half is spent on repetitions. Once a
+    width has been repeated, its slower first measurement is ignored.
 
     If the model pads its passes, only the padded widths are measured. Those up to 9 are measured even if the
     budget is spent.
@@ -143,7 +145,7 @@ def measure_costs(
             context are skipped.
         repeats: The number of additional passes per width.
         budget_seconds: Time budget in seconds, raised to the duration of 12 single-token passes if it is
-            lower. Once it is spent, only widths 1, 2, 4 and 8 are still measured.
+            lower. Once it is spent, only widths 1, 2, 4 and 8 are still measured, and 16 as above.
         progress: Called before each pass, because a pass of a large model can take seconds. Returning False
             cancels the measurement.
 
@@ -169,13 +171,25 @@ def measure_costs(
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, pass_seconds(1)]}
     budget = max(budget_seconds, MIN_BUDGET_STEPS * seconds[1][-1])
-    for width in sorted(chosen, key=lambda width: width not in required):
-        if width not in required and now() - started > budget / 2:
-            break
+
+    def measure(width: int) -> None:
         if changes:
             # The first pass of each width is slower, because llama.cpp queries the workers for tensor sizes.
             pass_seconds(width)
         seconds[width] = [pass_seconds(width)]
+
+    for width in chosen:
+        if width in required:
+            measure(width)
+    others = [width for width in chosen if width not in required]
+    if len(seconds) > 1 and seconds[max(seconds)][0] < MAX_FLAT_COST * seconds[1][-1]:
+        for wide in [width for width in others if width >= WIDE_WIDTH][:1]:
+            measure(wide)
+            others.remove(wide)
+    for width in others:
+        if now() - started > budget / 2:
+            break
+        measure(width)
     timed = sorted(seconds.items())
     steady = seconds[1][1:]
     for _ in range(repeats):

@@ -198,6 +198,16 @@ class TestTimeBudget:
         assert curve.v(5) == pytest.approx(1.08)
         assert clock.at < (1 + 12 + 1.2) * 0.55, "a cold step, about twelve more, and what was begun last"
 
+    @pytest.mark.parametrize(("row", "is_timed"), [(0.01, True), (0.5, False)])
+    def test_a_wide_pass_is_timed_if_narrow_ones_take_about_as_long(
+        self, monkeypatch: pytest.MonkeyPatch, row: float, is_timed: bool
+    ) -> None:
+        """A target that is read from disk is so slow that only a few passes are timed."""
+        clock = Clock(monkeypatch, {width: [5.0 * (1.0 + row * (width - 1))] for width in MEASURED_WIDTHS})
+        curve = clock.measure(budget_seconds=2.0)
+        assert (16 in curve.widths) == is_timed
+        assert max(curve.widths) == (16 if is_timed else 8)
+
     def test_a_cold_first_pass_is_not_charged_to_the_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock(
             monkeypatch, {width: [40.0, 0.01] if width == 1 else [0.01] for width in MEASURED_WIDTHS}
