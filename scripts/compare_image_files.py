@@ -159,7 +159,7 @@ def _python_result(runtime: Runtime, server: LlamaServer, file: _File) -> tuple[
         image = Image.read(file.data, file.path.name)
     except AttachmentError as error:
         return _Expected(error=error.what.removeprefix(file.path.name)), "rejected"
-    chat = [[file.data, file.text]]
+    chat: list[list[str | bytes]] = [[file.data, file.text]]
     try:
         replies: list[Reply] = [edgespec_reply(runtime, chat, method) for method in METHODS]
     except EdgespecError as error:
@@ -224,7 +224,7 @@ def _body(api: str, file: _File) -> dict[str, Any]:
     encoded = base64.b64encode(file.data).decode()
     # The server ignores the type, because clients often derive it from the name of a file.
     url = f"data:image/png;base64,{encoded}"
-    text = {"type": "text", "text": file.text}
+    text: dict[str, Any] = {"type": "text", "text": file.text}
     if api == "/api/chat":
         messages: list[dict[str, Any]] = [{"role": "user", "content": file.text, "images": [encoded]}]
         return {
@@ -244,10 +244,10 @@ def _body(api: str, file: _File) -> dict[str, Any]:
         }
     if api == "/v1/messages":
         source = {"type": "base64", "media_type": "image/png", "data": encoded}
-        content = [{"type": "image", "source": source}, text]
+        image: dict[str, Any] = {"type": "image", "source": source}
     else:
-        content = [{"type": "image_url", "image_url": {"url": url}}, text]
-    messages = [{"role": "user", "content": content}]
+        image = {"type": "image_url", "image_url": {"url": url}}
+    messages = [{"role": "user", "content": [image, text]}]
     return {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
 
 
