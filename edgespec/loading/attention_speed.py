@@ -16,12 +16,11 @@ from edgespec.errors import CancelledError
 from edgespec.loading.constants import (
     FILLING_TOKENS,
     LONGEST_CONTEXT,
+    MAX_COMPARISONS,
     MIN_EXACT_SPEED,
-    PROMPT_SHARE,
     SLOW_PASS_SECONDS,
     TIMED_PROMPT_TOKENS,
     TIMED_STEPS,
-    UNCERTAIN_SPEED,
 )
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 
@@ -38,11 +37,6 @@ class AttentionSpeed(NamedTuple):
 
     decoding: float
     prompt: float
-
-    @property
-    def turn(self) -> float:
-        """Speed of reading a message and generating a reply."""
-        return 1.0 / ((1.0 - PROMPT_SHARE) / self.decoding + PROMPT_SHARE / self.prompt)
 
 
 def compare_attention(
@@ -70,14 +64,14 @@ def compare_attention(
     theirs: list[tuple[float, float]] = []
     ours: list[tuple[float, float]] = []
     try:
-        for _ in range(2):
+        for _ in range(MAX_COMPARISONS):
             model.use_attention(other)
             theirs.append(_seconds(model, progress))
             model.use_attention(options)
             ours.append(_seconds(model, progress))
             best = [map(min, zip(*seconds, strict=True)) for seconds in (theirs, ours)]
             speed = AttentionSpeed(*(there / here for there, here in zip(*best, strict=True)))
-            if not UNCERTAIN_SPEED <= min(speed.decoding, speed.turn) < MIN_EXACT_SPEED:
+            if speed.decoding >= MIN_EXACT_SPEED:
                 break
     finally:
         model.use_attention(options)

@@ -40,13 +40,10 @@ TIMED_PROMPT_TOKENS, TIMED_STEPS = 64, 3
 # Number of tokens to process and then repeat to fill the context. The number was chosen to be small, because
 # the contents of the cache hardly matter for the speed.
 FILLING_TOKENS = 8
-# Share of the time of a turn of a chat that is assumed to be spent on reading the prompt. The value was
-# derived from a message of 256 tokens and a reply of 128, which took SmolLM2 18% to 21% (x86 CPU, Q4_K_M,
-# also padded to 1.8 GB).
-PROMPT_SHARE = 0.2
-# Compare the kernels again, and use the shorter durations, if their relative speed is between this value and
-# `MIN_EXACT_SPEED`. The value was chosen to be below it by more than other programs usually change a speed.
-UNCERTAIN_SPEED = 0.85
+# Maximum number of comparisons of the kernels. They are compared again, and the shortest durations are used,
+# while their relative speed is below `MIN_EXACT_SPEED`. The number was chosen because other programs rarely
+# disturb the same kernels this often in a row.
+MAX_COMPARISONS = 3
 
 # --- Bit-exactness trial (`bit_exactness.py`) ---
 

@@ -120,6 +120,7 @@ class _Choice:
         speed: Expected speed, as a fraction of the speed with `--exactness off`. None if it was not measured.
         threads: Number of CPU threads for which the class was found.
         exact: Whether to use kernels that do not depend on the pass width. See `LoadOptions.exact`.
+        prompt_speed: Speed of reading long prompts, as a fraction of that with `--exactness off`.
     """
 
     found: WidthClass | None
@@ -127,6 +128,7 @@ class _Choice:
     speed: float | None
     threads: int = 0
     exact: bool = True
+    prompt_speed: float = 1.0
 
 
 class _ClassSpeed(NamedTuple):
@@ -284,7 +286,7 @@ class _ExactLoading:
         """Return the best configuration, from saved trials where possible."""
         first = self._trial(repack=True)
         attention = first.attention or AttentionSpeed(1.0, 1.0)
-        slowest = min(1.0, attention.decoding, attention.turn)
+        slowest = min(1.0, attention.decoding)
         # Even if passes are unrestricted, kernels that do not depend on the pass width keep replies close to
         # plain decoding, so use them unless they are slow.
         unrestricted = _Choice(None, True, slowest, exact=slowest >= MIN_EXACT_SPEED)
@@ -293,7 +295,7 @@ class _ExactLoading:
                 return unrestricted
             # Restrict passes even though all tested widths agree, because the trial may have been slowed down
             # by other programs and tested only narrow passes.
-            return _Choice(first.classes[0], True, slowest, first.threads)
+            return _Choice(first.classes[0], True, slowest, first.threads, prompt_speed=attention.prompt)
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(first.seconds, COMPARED_WIDTHS), _repeating(first.seconds, COMPARED_WIDTHS)
         plain = 1.0 / first.seconds(1)
@@ -312,24 +314,21 @@ class _ExactLoading:
         best = _best(choices)
         found, repack = best.found, best.repack
         # Plain decoding must be fast too, because drafting does not pay for every text.
-        speed = min(1.0, attention.decoding * best.plain / plain, attention.turn * best.typical / free[0])
+        speed = min(1.0, attention.decoding * min(best.plain / plain, best.typical / free[0]))
         if found.max_width == 1:
             # Without drafting, repetitive text would lose most of its speed-up.
-            speed = min(speed, attention.turn * best.repeating / free[1])
+            speed = min(speed, attention.decoding * best.repeating / free[1])
         # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
             # Estimate the speed with `bits`, which either pads plain decoding or does without drafting.
             seconds = first.seconds
-            bits_speed = max(
-                min(
-                    attention.decoding * seconds(1) / seconds(each.widths[0]),
-                    attention.turn * _repeating(seconds, each.widths) / free[1],
-                )
+            bits_speed = attention.decoding * max(
+                min(seconds(1) / seconds(each.widths[0]), _repeating(seconds, each.widths) / free[1])
                 for each in first.classes
             )
             return replace(unrestricted, speed=min(slowest, bits_speed))
-        return _Choice(found, repack, speed, threads[repack])
+        return _Choice(found, repack, speed, threads[repack], prompt_speed=attention.prompt)
 
     def _trial(self, *, repack: bool) -> _TrialResult:
         """Return the saved trial result of a configuration, or load the target and run the trial.
@@ -477,8 +476,11 @@ def _exactness(requested: str, choice: _Choice) -> Exactness:
             f"are identical to plain decoding: checking {found.text} tokens at once gives exactly the same"
             " results"
         )
-        if more_time:
-            outcome += f"; --exactness off is up to {more_time} faster, but rounding can then change replies"
+        gains = [f"is up to {more_time} faster"] if more_time else []
+        if choice.prompt_speed < MIN_EXACT_SPEED:
+            gains.append(f"reads long prompts up to {1 / choice.prompt_speed - 1:.0%} faster")
+        if gains:
+            outcome += f"; --exactness off {' and '.join(gains)}, but rounding can then change replies"
     return Exactness(requested, True, outcome, found.widths, speed)
 
 

@@ -333,11 +333,11 @@ _COMPLETE = WidthClass(tuple(range(1, 18)), trees=True, block_tokens=1, is_compl
     [
         ("auto", [_COMPLETE], None, True, 1.0),
         ("auto", [_COMPLETE], AttentionSpeed(1.2, 1.1), True, 1.0),
-        ("auto", [_COMPLETE], AttentionSpeed(0.98, 0.97), True, 1 / (0.8 / 0.98 + 0.2 / 0.97)),
-        # Plain decoding alone is too slow.
+        ("auto", [_COMPLETE], AttentionSpeed(0.98, 0.97), True, 0.98),
+        # Decoding is too slow.
         ("auto", [_COMPLETE], AttentionSpeed(0.95, 2.0), False, 0.95),
-        # Reading prompts alone is too slow.
-        ("auto", [_COMPLETE], AttentionSpeed(1.0, 0.5), False, 1 / 1.2),
+        # Only reading prompts is slower, which the reason says.
+        ("auto", [_COMPLETE], AttentionSpeed(1.0, 0.5), True, 1.0),
         ("bits", [_COMPLETE], AttentionSpeed(0.5, 0.5), True, 0.5),
         # Padding costs 2 %, and the kernels cost 2 % as well.
         ("auto", [_SINGLE, _PAIRS], AttentionSpeed(0.98, 1.0), False, 0.98 / 1.02),
@@ -375,7 +375,8 @@ def test_the_kernels_for_equal_bits_count_towards_the_expected_speed(
         assert uses_exact_kernels == (is_kept or len(classes) > 1)
         assert found.expected_speed == pytest.approx(speed)
         assert ("more time" in found.reason) == (not is_kept)
-        assert ("faster" in found.reason) == (is_kept and speed < 0.99)
+        reads_slowly = attention is not None and attention.prompt < 0.97
+        assert ("faster" in found.reason) == (is_kept and (speed < 0.99 or reads_slowly))
     # The result is saved.
     assert len(compared) == 1
 
