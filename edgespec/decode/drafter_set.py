@@ -154,9 +154,7 @@ class DrafterSet:
             if kind.has_images:
                 names, report = _without_blind(names, report)
             config = self._auto_config
-            is_controlled = config is not None and (
-                method == "auto" or kind.limited or config.controls_named
-            )
+            is_controlled = config is not None and (method == "auto" or kind.limited or config.controls_named)
             resolved = ResolvedMethod(names, is_controlled, report)
             self._resolved[method, kind] = resolved
         return resolved

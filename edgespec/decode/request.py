@@ -17,8 +17,8 @@ from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
 from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
-from edgespec.options.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS, ReplyArguments
 from edgespec.options.option import check_names
+from edgespec.options.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS, ReplyArguments
 
 __all__ = [
     "ReplySettings",

@@ -19,7 +19,7 @@ from edgespec.errors import CancelledError, OptionError
 from edgespec.model.image import Image
 from edgespec.server.models import LoadedModel
 
-__all__ = ["ChatPrompt", "Generation", "ReplyPart", "GenerationRequest", "RawPrompt", "TokenPrompt"]
+__all__ = ["ChatPrompt", "Generation", "GenerationRequest", "RawPrompt", "ReplyPart", "TokenPrompt"]
 
 ReplyPart: TypeAlias = tuple[int, TextChunk | Reply]
 """A reply's index, with either a chunk of the reply or the finished reply."""

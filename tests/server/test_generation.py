@@ -69,7 +69,10 @@ def test_cancelling_during_prefill(model: LoadedModel, monkeypatch: pytest.Monke
 def test_an_invalid_request_cancels_the_others(model: LoadedModel) -> None:
     async def generate() -> None:
         prompt = RawPrompt("One")
-        requests = [GenerationRequest(prompt, {"max_tokens": 1000}), GenerationRequest(prompt, {"max_tokens": 0})]
+        requests = [
+            GenerationRequest(prompt, {"max_tokens": 1000}),
+            GenerationRequest(prompt, {"max_tokens": 0}),
+        ]
         generation = Generation(model, requests, lambda _: None)
         try:
             with pytest.raises(OptionError):

@@ -184,7 +184,9 @@ def _joined(first: TextLogprobs | None, second: TextLogprobs | None) -> TextLogp
     }
 
 
-async def _stream(call: Call[CompletionRequest], requests: list[GenerationRequest]) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    call: Call[CompletionRequest], requests: list[GenerationRequest]
+) -> AsyncGenerator[bytes, None]:
     body = call.body
     async with call.service.generate(body.model, requests) as generation:
         head = completion_head("cmpl", "text_completion", generation.model_name)

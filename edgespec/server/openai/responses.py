@@ -403,7 +403,9 @@ def _request(body: ResponsesRequest, offered: OfferedTools, stored_items: Stored
         options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
-    return GenerationRequest(chat_prompt(body, offered, stored_items), {**body.reasoning_options(), **options})
+    return GenerationRequest(
+        chat_prompt(body, offered, stored_items), {**body.reasoning_options(), **options}
+    )
 
 
 def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: StoredItems) -> ChatPrompt:
