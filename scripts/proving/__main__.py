@@ -2,6 +2,7 @@
 
     scripts/prove --tokens 1000000           # takes many hours; rerun to resume
     scripts/prove --minutes 30               # stop after half an hour
+    scripts/prove --methods model,auto --drafts trees --prompts 2   # what an earlier run has not reached
     scripts/prove --tokens 0 --write         # write the table of all results to docs/exactness.md
 
 The models of scripts/real_models and the demo models answer prompts with and without drafting: with every
@@ -24,9 +25,10 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from scripts.proving.configurations import CONFIGURATIONS, REAL_MODELS
+from scripts.proving.configurations import CONFIGURATIONS, GROUPS, REAL_MODELS
 from scripts.proving.prompts import Range
 from scripts.proving.shards import Shards
 from scripts.proving.table import is_proved, summary, table
@@ -50,6 +52,21 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only models whose name contains TEXT, such as Q4_K_M"
+    )
+    parser.add_argument(
+        "--methods",
+        type=_methods,
+        default=(),
+        metavar="NAMES",
+        help="only these methods, separated by commas, such as model,auto",
+    )
+    parser.add_argument("--drafts", choices=("chains", "trees"), help="only drafts of this shape")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=6,
+        metavar="N",
+        help="at most N prompts per block, so that a short run covers more settings (default: 6)",
     )
     parser.add_argument(
         "--first-round",
@@ -88,7 +105,12 @@ def main() -> int:
     if not chosen:
         names = ", ".join(dict.fromkeys(f"{each.backend}, {each.model}" for each in CONFIGURATIONS))
         parser.error(f"--only {args.only} is in no model's name; choose from {names}")
-    shards = Shards(results / "shards.jsonl", chosen, _report, args.threads or None, args.prompt_tokens)
+    chosen = [replace(each, prompts=min(each.prompts, args.prompts)) for each in chosen]
+    shards = Shards(
+        *(results / "shards.jsonl", chosen, _report, args.threads or None, args.prompt_tokens),
+        methods=args.methods,
+        drafts=args.drafts,
+    )
     if args.retry:
         shards.drop_wrong()
     if shards.tokens < args.tokens:
@@ -104,6 +126,15 @@ def main() -> int:
         before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
         PAGE.write_text(before + BEGIN + "\n" + found + "\n" + END + rest.partition(END)[2], "utf-8")
     return 0 if is_proved(shards.lines) else 1
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    known = [method for methods in GROUPS.values() for method in methods]
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name} is unknown; choose from {', '.join(known)}")
+    return names
 
 
 def _range(text: str) -> Range:

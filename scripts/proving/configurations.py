@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,17 @@ class Configuration:
     def name(self) -> str:
         return f"{self.backend}, {self.model}, {self.methods[0]}"
 
-    def block_methods(self, block: int) -> list[str]:
-        """Return the methods of a block. In the course of time, each gets all temperatures and shapes."""
-        count = len(self.methods)
-        first = (self.methods_per_block - 1) * block + block // count
-        return [self.methods[(first + i) % count] for i in range(min(self.methods_per_block, count))]
+    def block_methods(self, block: int, chosen: Sequence[str] = ()) -> list[str]:
+        """Return the methods of a block. In the course of time, each gets all temperatures and shapes.
+
+        Args:
+            block: The block's number.
+            chosen: Use only these methods, unless empty.
+        """
+        methods = [method for method in self.methods if not chosen or method in chosen]
+        count = len(methods)
+        first = (self.methods_per_block - 1) * block + block // max(count, 1)
+        return [methods[(first + i) % count] for i in range(min(self.methods_per_block, count))]
 
     @property
     def load_options(self) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class Shards:
         report: Called with one line after each block.
         threads: Number of CPU threads for GGUF models. None lets edgespec choose.
         lengths: Range of prompt lengths in tokens, with one prompt per block. None draws all lengths.
+        methods: Compare only these methods, unless empty.
+        drafts: Compare only `chains` or `trees`. None compares both.
     """
 
     def __init__(
@@ -86,10 +88,14 @@ class Shards:
         report: Callable[[str], None] = print,
         threads: int | None = 1,
         lengths: Range | None = None,
+        methods: Sequence[str] = (),
+        drafts: str | None = None,
     ) -> None:
         self._path, self._configurations, self._report = path, configurations, report
         self._threads = threads
         self._lengths = lengths
+        self._methods = methods
+        self._drafts = drafts
         self._prepared: set[str] = set()
         self.lines = list(read_lines(path))
 
@@ -126,11 +132,13 @@ class Shards:
                 self._report(f"{self.tokens:,} tokens, {speed:.0f} per second ({configuration.name})")
 
     def _missing(self, configuration: Configuration, block: Block) -> list[str]:
+        if self._drafts not in (None, block.drafts):
+            return []
         key = configuration.backend, configuration.model, block.number
         finished = {
             line["method"] for line in self.lines if (line["backend"], line["model"], line["block"]) == key
         }
-        methods = configuration.block_methods(block.number)
+        methods = configuration.block_methods(block.number, self._methods)
         return [method for method in methods if method not in finished]
 
     def _run_block(self, configuration: Configuration, block: Block, methods: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 import edgespec
 from edgespec.api.loading import always_draft
+from edgespec.loading.prepare.lowbit import prepare_lowbit
 
 pytestmark = pytest.mark.real
 
@@ -92,3 +93,20 @@ def test_f16_says_that_it_can_differ_or_keeps_its_tokens(real_models: Path) -> N
             plain = runtime.generate(prompt, method="none", **how)
             reply = runtime.generate(prompt, method="suffix", **how)
             assert reply.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("branches", [(), (3, 2)])
+def test_a_copy_with_fewer_bits(real_models: Path, branches: tuple[int, ...]) -> None:
+    """SmolLM2 in Q4_1, with which other tests run, has too few bits per weight for a copy."""
+    path = real_models / "smollm2-q8_0.gguf"
+    prepare_lowbit(path)
+    options: dict[str, Any] = {"context": 1024, "threads": 1, "methods": ("lowbit",)}
+    with always_draft(), edgespec.load(str(path), "none", draft_branches=branches, **options) as runtime:
+        assert runtime.target.exactness is not None
+        assert runtime.target.exactness.bits
+        for seed, prompt in enumerate(_PROMPTS):
+            how: dict[str, Any] = {"max_tokens": 48, "seed": seed, "temperature": (0.0, 0.8, 1.2)[seed % 3]}
+            plain = runtime.generate(prompt, method="none", **how)
+            reply = runtime.generate(prompt, method="lowbit", **how)
+            assert reply.tokens == plain.tokens, prompt
+            assert reply.stats.accepted_tokens

@@ -114,6 +114,25 @@ def test_prompts_can_have_a_chosen_length(tmp_path: Path, monkeypatch: pytest.Mo
     assert 30 <= tokens <= 40
 
 
+def test_methods_and_shapes_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_verify(monkeypatch, "rounding", exact=False)
+    path = tmp_path / "shards.jsonl"
+    found = Shards(path, [SMALL], lambda _: None, methods=("auto", "ngram"), drafts="trees")
+    found.run(1)
+    (line,) = found.lines
+    assert (line["method"], line["drafts"]) == ("ngram", "trees")
+
+
+def test_chosen_methods_take_turns_in_blocks() -> None:
+    configuration = next(each for each in CONFIGURATIONS if len(each.methods) > each.methods_per_block)
+    assert set(configuration.block_methods(3, ("auto", "suffix"))) == {"auto", "suffix"}
+    assert configuration.block_methods(3, ("none",)) == []
+    chosen = configuration.methods[:-1]
+    blocks = [configuration.block_methods(number, chosen) for number in range(len(chosen))]
+    assert {len(set(methods)) for methods in blocks} == {configuration.methods_per_block}
+    assert {method for methods in blocks for method in methods} == set(chosen)
+
+
 def test_rounding_without_a_promise_is_counted_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_verify(monkeypatch, "rounding", exact=False)
     found = run(tmp_path / "shards.jsonl", 100)
