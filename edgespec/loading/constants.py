@@ -160,8 +160,8 @@ OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 # that read 1.5 times as much generated its first reply 1.24 times as fast with `auto`, and a Q8_0 model that
 # read 2.7 times as much generated a reply 0.75 times as fast with `lowbit`.
 MAX_READS_WITH_COPIES = 1.6
-# Maximum number of tokens per pass for which a streamed model computes logits. It equals the default maximum
-# width of a verify pass, because the memory for more logits would only leave room for fewer layers.
+# Maximum number of tokens per pass for which a streamed model computes logits. The number was chosen to equal
+# the default maximum width of a verify pass, because memory for more logits leaves room for fewer layers.
 STREAMED_ROWS = DEFAULT_MAX_WIDTH
 # Numbers of prompt tokens per pass, and maximum context sizes in tokens, to try for a streamed model. The
 # first pair that fits without reducing anything else is used. They were chosen because each pass reads the

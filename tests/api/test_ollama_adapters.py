@@ -87,8 +87,8 @@ def test_a_template_that_only_ollama_has_is_named(tmp_path: Path, monkeypatch: p
     store.add("bare", "latest", bare, ("system", b"Be brief."), parameters)
     with edgespec.load("bare", "none", context=256, measure_costs=False) as runtime:
         assert (
-            "edgespec ignores these Ollama settings of bare: system prompt; to use them, pass them"
-            in runtime.target.notice
+            "edgespec ignores these Ollama settings of bare: system prompt; to use them, set options"
+            " such as --system" in runtime.target.notice
         )
         assert runtime.recommended_sampling["temperature"] == (0.5, "Ollama")
         with raises(TemplateError, "Ollama's", code="template_missing"):

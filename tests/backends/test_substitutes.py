@@ -282,7 +282,7 @@ class TestFailures:
             _view(demo, copies)
 
     def test_too_little_memory(self, demo_target: Path, copies: Path) -> None:
-        target = load(str(demo_target), "target", options(memory_bytes=16 << 20))
+        target = load(str(demo_target), "target", options(memory_bytes=14 << 20))
         with pytest.raises(MemoryBudgetError):
             _view(target, copies)
         target.close()

@@ -549,4 +549,4 @@ async def test_draft_and_head_without_a_value_list_the_choices(tmp_path: Path) -
         await d.send("/set head")
         await d.said("demo-head")
         await d.send("/set head nonsense")
-        await d.said("/set head lists them")
+        await d.said("/set head lists the heads")

@@ -155,7 +155,7 @@ class TestContinuing:
             assert contents(saved(d)) == ["a question", f"{start}the end."]
             assert not saved(d).unfinished
             assert len(d.chat.transcript.query(ReplyMessage)) == 1
-            assert "word the end." in d.transcript()
+            assert "the end." in d.transcript()
             assert "unfinished" not in d.transcript()
 
     @pytest.mark.parametrize("script", [SLOW, Script(gate=threading.Event())], ids=["reply", "question"])
@@ -244,13 +244,13 @@ class TestNothingHangs:
             def fail(*_: object) -> None:
                 raise SystemExit("broken")
 
-            monkeypatch.setattr(ScriptedRuntime, "chat", fail)
+            monkeypatch.setattr(ScriptedRuntime, "count_tokens", fail)
             await d.say("/load a question")
             await d.said("SystemExit: broken")
             await d.say("more")
-            assert len(d.chat.current_chat.entries) == 2
-            assert contents(saved(d))[:2] == [each.content for each in d.chat.current_chat.entries]
-            assert contents(saved(d))[2:] == ["more"]
+            assert len(d.chat.current_chat.entries) == 4
+            assert contents(saved(d)) == [each.content for each in d.chat.current_chat.entries]
+            assert contents(saved(d))[2] == "more"
 
     def test_load_that_ends_the_thread_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
