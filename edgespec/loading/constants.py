@@ -81,9 +81,9 @@ WIDTHS_AGAIN = (1, 2, 3, 4, 5, 8, 9, 16)
 # limits were chosen as the longest acceptable wait at the first load, where each token in a pass takes almost
 # as long as a pass of its own, as with MLX on a CPU, so that wide passes save little time.
 TRIAL_SECONDS, TRIAL_STEPS = 15.0, 150
-# Shares of the time limit after which the trial stops testing widths after the first context, widths after
-# all contexts, and trees and splits of prompts. They were chosen from the number of passes of each of these.
-# The rest is for confirming the classes over all layers.
+# The trial tests widths after the first context, then widths after the others, and then trees and splits of
+# prompts. It stops each of these steps once this share of the time limit has passed, to leave time for the
+# passes over all layers that confirm the classes. The shares were chosen from the number of passes per step.
 PHASE_SHARES = (0.5, 0.75, 0.9)
 # If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
 # over all layers in a trial. If the first layers cannot run on their own, the trial compares only these

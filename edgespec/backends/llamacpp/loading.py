@@ -101,7 +101,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 def load_all(
     path: str, name: str, options: LoadOptions, progress: Progress | None
 ) -> tuple[Any, WeightStream | None]:
-    """Load the weights of a GGUF model, and stream those of `options.streamed_layers` layers, or experts.
+    """Load the weights of a GGUF model, except those of layers and experts that are to be streamed.
 
     Returns:
         A llama_model handle, and the stream that reads these layers. The caller must release both with

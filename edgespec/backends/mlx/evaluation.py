@@ -99,7 +99,8 @@ def read_array(header: dict[str, Any], data: bytes | bytearray | memoryview) -> 
     """Return the unevaluated array with this header and these bytes. Raises ValueError if they differ."""
     if array_size(header) != len(data):
         raise ValueError(
-            f"an array of shape {header['shape']} and type {header['dtype']} has {len(data):,} bytes"
+            f"an array of shape {header['shape']} and type {header['dtype']} has {len(data):,} bytes instead"
+            f" of {array_size(header):,}"
         )
     dtype = _DTYPES[header["dtype"]]
     return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(header["shape"])

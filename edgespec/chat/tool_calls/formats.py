@@ -1,10 +1,9 @@
-"""The formats in which models write tool calls, recognised by their chat templates.
+"""The formats in which models write tool calls. The chat template shows which of them a model uses.
 
-Calls are written as JSON objects, as the tool's name followed by JSON, or as tags. No existing library is
-suitable.
-The response templates of transformers (`utils/chat_parsing`) and the parsers of mlx-lm return a call only
-when it is complete, raise an error if it is invalid, and need packages that GGUF models do not need. However,
-models share only a few formats, so one table covers them all.
+Calls are written as JSON objects, as the tool's name followed by JSON, or as tags. Models share only a few
+formats, so one table covers them all. No existing library is suitable: the response templates of transformers
+(`utils/chat_parsing`) and the parsers of mlx-lm return a call only when it is complete, raise an error if it
+is invalid, and need packages that GGUF models do not need.
 """
 
 from __future__ import annotations
