@@ -281,15 +281,15 @@ class _Trial:
         confirmed = []
         for found in classes:
             self.references.clear()
-            base, widths, is_complete = found.widths[0], found.widths, found.is_complete
+            base, widths = found.widths[0], found.widths
             # These few passes are always run, because none of the widths can be used without them.
             self.until = float("inf")
             if not all(self._all_layers_agree(base, width) for width in sorted({*widths[1:2], widths[-1]})):
                 self.until = now() + self.limit_seconds
                 widths = (base, *self._agreeing_over_all_layers(base, widths[1:]))
-                is_complete = False
-            trees = found.trees and widths[-1] >= 3
-            confirmed.append(replace(found, widths=widths, trees=trees, is_complete=is_complete))
+                # Trees and splits of prompts were compared only in the layers that agree.
+                found = WidthClass(widths, any_threads=found.any_threads)
+            confirmed.append(found)
         return confirmed
 
     def _agreeing_over_all_layers(self, base: int, widths: Sequence[int]) -> Iterator[int]:
@@ -330,7 +330,9 @@ class _Trial:
         self.positions = FEWER_POSITIONS if is_slow else POSITIONS
         if self.is_reduced:
             self.positions = SLOW_PASS_POSITIONS
-        most = len(self.tokens) - self.positions - STEPS_AFTER
+        # If passes are slow, `_reference` can compare twice as many positions as the widest pass has.
+        positions = max(self.positions, 2 * MAX_TESTED_WIDTH if self.has_slow_passes else 0)
+        most = len(self.tokens) - positions - STEPS_AFTER
         if most < 1:
             return []
         self.limit_seconds = max(TRIAL_SECONDS, TRIAL_STEPS * step_seconds)
@@ -494,7 +496,7 @@ class _Trial:
                 break
             # Alternate between partially rolled-back passes and passes that are kept in full, so that
             # positions fall into different rows of a pass than in the reference.
-            real = width - 1 if width > 2 and count % 2 == 0 else width
+            real = width - 1 if width > 2 and most > 1 and count % 2 == 0 else width
             if not self._agrees(reference, length, at, self._pass(width, real)):
                 return False
         return True

@@ -40,9 +40,9 @@ TIMED_PROMPT_TOKENS, TIMED_STEPS = 64, 3
 # Number of tokens to process and then repeat to fill the context. The number was chosen to be small, because
 # the contents of the cache hardly matter for the speed.
 FILLING_TOKENS = 8
-# Maximum number of comparisons of the kernels. They are compared again, and the shortest durations are used,
-# while their relative speed is below `MIN_EXACT_SPEED`. The number was chosen because other programs rarely
-# disturb the same kernels this often in a row.
+# Maximum number of comparisons of the kernels. They are compared again while their relative speed is below
+# `MIN_EXACT_SPEED`, and the highest counts. The number was chosen because other programs rarely disturb the
+# same kernels this often in a row.
 MAX_COMPARISONS = 3
 
 # --- Bit-exactness trial (`bit_exactness.py`) ---

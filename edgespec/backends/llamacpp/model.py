@@ -191,7 +191,8 @@ class LlamaCppModel(HeadTarget):
         self._check(0)
         self._cut(0)
         # Layers on different devices run different kernels, so the first layers would not be representative.
-        can_run = enabled and on_cpu(self.options) and not self._recurrent
+        # The first layers may have no adapter weights although others do.
+        can_run = enabled and on_cpu(self.options) and not (self._recurrent or self.options.adapters)
         count = first_layers_of_each_kind(self._path) if can_run else 0
         if not count and not self._context.runs_first_layers:
             return False

@@ -246,6 +246,12 @@ class WeightStream:
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
+        # Number of bytes of each range that are moved from layer to layer. It is the same for all layers,
+        # because many kernels cannot move pages of which only some were moved before.
+        self._moved_bytes = [
+            min(each.size_bytes for each in ranges)
+            for ranges in zip(*(layer.ranges for layer in streamed), strict=False)
+        ]
         # Number of streamed layers that a pass computes.
         self._count = len(streamed)
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
@@ -385,8 +391,11 @@ class WeightStream:
         if spare is None:
             return
         if layer is not None and spare is not layer:
-            for old, new in zip(spare.ranges, layer.ranges, strict=False):
-                move_pages(self._address(old), self._address(new), min(old.size_bytes, new.size_bytes))
+            for old, new, size in zip(spare.ranges, layer.ranges, self._moved_bytes, strict=False):
+                if not move_pages(self._address(old), self._address(new), size):
+                    # Another thread could be given the address while it is not mapped, so do not try again.
+                    self._moved_bytes = []
+                    break
         if spare is not layer:
             self._free(spare)
 
@@ -446,6 +455,9 @@ class WeightStream:
         except MemoryError:
             wait(reads)
             return out_of_memory()
+        except BackendError as error:
+            wait(reads)
+            return error
         # Wait for all reads, because none may still be writing when the memory is used, freed or reused.
         wait(reads)
         try:
@@ -723,7 +735,7 @@ def replace_mapping(begin: int, end: int) -> None:
         )
 
 
-def move_pages(begin: int, end: int, size_bytes: int) -> None:
+def move_pages(begin: int, end: int, size_bytes: int) -> bool:
     """Move private pages from one address to another without copying them, if the kernel can.
 
     Both ranges stay mapped. If the pages cannot be moved, nothing changes.
@@ -733,12 +745,17 @@ def move_pages(begin: int, end: int, size_bytes: int) -> None:
         end: Their new address. The pages there are freed.
         size_bytes: The size of both ranges, which must not overlap.
 
+    Returns:
+        Whether the pages were moved.
+
     Raises:
         BackendError: There is not enough address space.
     """
-    if _libc().mremap(begin, size_bytes, size_bytes, _MREMAP_FLAGS, end) != end:
-        # The kernel may have unmapped the new address before it failed.
-        replace_mapping(end, end + size_bytes)
+    if _libc().mremap(begin, size_bytes, size_bytes, _MREMAP_FLAGS, end) == end:
+        return True
+    # The kernel may have unmapped the new address before it failed.
+    replace_mapping(end, end + size_bytes)
+    return False
 
 
 def forget_peak_memory() -> None:
