@@ -379,7 +379,6 @@ class _ExactLoading:
         """Load the target in a configuration, and run the trial."""
         options = self._options(repack)
         loaded = self.load(options)
-        was_busy = _machine_is_busy()
         try:
             model = loaded.models[0]
             classes = find_width_classes(model, self.progress)
@@ -387,8 +386,7 @@ class _ExactLoading:
             seconds = self._measure(model, repack=repack) if is_needed else None
             off = replace(options, exact=False)
             attention = compare_attention(model, options, off, self.progress) if repack else None
-            is_disturbed = was_busy or _machine_is_busy()
-            return loaded, _TrialResult(classes, seconds, model.max_threads, is_disturbed, attention)
+            return loaded, _TrialResult(classes, seconds, model.max_threads, _machine_is_busy(), attention)
         except BaseException:
             loaded.close()
             raise
