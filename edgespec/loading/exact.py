@@ -38,7 +38,7 @@ from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import Exactness
 from edgespec.store.constants import ASSUMED_SIZE_RATIO, HEAD_RATE
 from edgespec.store.speedup_estimate import estimate_acceptance_rate, measured_acceptance_rate
-from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES, usable_cores
+from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES, CpuReading, usable_cores
 from edgespec.system.facts import Facts
 
 
@@ -348,8 +348,9 @@ class _ExactLoading:
             self._loaded, result = self._try_one(repack=repack)
         else:
             self._loaded = self.load(self._options(repack))
+            began = CPU_LOAD.reading()
             seconds = self._measure(self._loaded.models[0], repack=repack)
-            result = replace(other, seconds=seconds, is_disturbed=_machine_is_busy())
+            result = replace(other, seconds=seconds, is_disturbed=_was_disturbed(began))
         if self.file_states:
             Facts().put("classes", dict.fromkeys((any_key, key), _to_json(result)))
         return result
@@ -381,12 +382,13 @@ class _ExactLoading:
         loaded = self.load(options)
         try:
             model = loaded.models[0]
+            began = CPU_LOAD.reading()
             classes = find_width_classes(model, self.progress)
             is_needed = not (repack and classes[0].is_complete)
             seconds = self._measure(model, repack=repack) if is_needed else None
             off = replace(options, exact=False)
             attention = compare_attention(model, options, off, self.progress) if repack else None
-            return loaded, _TrialResult(classes, seconds, model.max_threads, _machine_is_busy(), attention)
+            return loaded, _TrialResult(classes, seconds, model.max_threads, _was_disturbed(began), attention)
         except BaseException:
             loaded.close()
             raise
@@ -447,6 +449,11 @@ class _ExactLoading:
 
 def _machine_is_busy() -> bool:
     return CPU_LOAD.busy_cores() > MAX_BUSY_CORES
+
+
+def _was_disturbed(began: CpuReading) -> bool:
+    """Return whether other programs have used much CPU time since measurements began."""
+    return CPU_LOAD.busy_cores_since(began) > MAX_BUSY_CORES
 
 
 def _repeating(seconds: Callable[[int], float], widths: Sequence[int]) -> float:

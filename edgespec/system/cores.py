@@ -5,6 +5,8 @@ This module also finds the Linux control groups that limit this process's CPU ti
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path, PurePosixPath
 from threading import Lock
+from typing import TypeAlias
 
 import psutil
 
@@ -54,11 +57,18 @@ def _cpu_quota(group: ControlGroup) -> float | None:
 def _busy_seconds() -> float:
     """Return the CPU time that all programs have used since the system started, in seconds.
 
-    Low-priority programs (`nice`) are excluded, because they yield to edgespec.
+    Low-priority programs (`nice`) are excluded, because they yield to edgespec, unless edgespec itself runs
+    at low priority.
     """
     times = psutil.cpu_times()
-    names = ("user", "system", "irq", "softirq", "steal")
+    names = ["user", "system", "irq", "softirq", "steal"]
+    if sys.platform != "win32" and os.getpriority(os.PRIO_PROCESS, 0) > 0:
+        names.append("nice")
     return sum(getattr(times, name, 0.0) for name in names)
+
+
+CpuReading: TypeAlias = tuple[float, float, float]
+"""The time, the CPU time of all programs and that of this process, in seconds."""
 
 
 class CpuLoad:
@@ -78,7 +88,7 @@ class CpuLoad:
     ) -> None:
         self._clock, self._busy_seconds, self._own_seconds = clock, busy_seconds, own_seconds
         self._lock = Lock()
-        self._reading = self._read()
+        self._reading = self.reading()
         self._busy_cores = 0.0
         # Number of active `ignored` blocks.
         self._ignored = 0
@@ -98,18 +108,27 @@ class CpuLoad:
             with self._lock:
                 self._ignored -= 1
 
-    def _read(self) -> tuple[float, float, float]:
+    def reading(self) -> CpuReading:
+        """Return the times so far."""
         return self._clock(), self._busy_seconds(), self._own_seconds()
+
+    def busy_cores_since(self, reading: CpuReading) -> float:
+        """Return how many cores other programs have used on average since a reading."""
+        return _busy_cores(reading, self.reading())
 
     def busy_cores(self) -> float:
         """Return how many cores other programs used recently on average, or 0 in an `ignored` block."""
         with self._lock:
             if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
-                before, self._reading = self._reading, self._read()
-                seconds, busy, own = (now - then for now, then in zip(self._reading, before, strict=True))
-                if own >= _MIN_OWN_SHARE * seconds:
-                    self._busy_cores = max(0.0, (busy - own) / seconds)
+                before, self._reading = self._reading, self.reading()
+                if self._reading[2] - before[2] >= _MIN_OWN_SHARE * (self._reading[0] - before[0]):
+                    self._busy_cores = _busy_cores(before, self._reading)
             return 0.0 if self._ignored else self._busy_cores
+
+
+def _busy_cores(before: CpuReading, after: CpuReading) -> float:
+    seconds, busy, own = (now - then for now, then in zip(after, before, strict=True))
+    return max(0.0, busy - own) / seconds if seconds > 0 else 0.0
 
 
 CPU_LOAD = CpuLoad()

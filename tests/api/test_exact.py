@@ -361,7 +361,7 @@ def test_the_kernels_for_equal_bits_count_towards_the_expected_speed(
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", lambda *_: classes)
     monkeypatch.setattr(exact, "compare_attention", compare)
-    monkeypatch.setattr(exact, "_machine_is_busy", lambda: False)
+    _set_busy(monkeypatch, False)
     seconds = _curve(1.0, 1.02, 1.03, 1.04, 1.05)
     monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_, **_options: seconds)
     for _ in range(2):
@@ -379,6 +379,11 @@ def test_the_kernels_for_equal_bits_count_towards_the_expected_speed(
         assert ("faster" in found.reason) == (is_kept and (speed < 0.99 or reads_slowly))
     # The result is saved.
     assert len(compared) == 1
+
+
+def _set_busy(monkeypatch: pytest.MonkeyPatch, is_busy: bool) -> None:
+    monkeypatch.setattr(exact, "_machine_is_busy", lambda: is_busy)
+    monkeypatch.setattr(exact, "_was_disturbed", lambda _began: is_busy)
 
 
 def test_the_passes_of_the_chosen_class_are_measured_only_once(
@@ -417,7 +422,7 @@ def test_speeds_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
     monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_, **_options: _curve(1.0, 1.0, 1.0))
     counts = []
     for is_busy in (True, True, False, False):
-        monkeypatch.setattr(exact, "_machine_is_busy", lambda is_busy=is_busy: is_busy)
+        _set_busy(monkeypatch, is_busy)
         edgespec.load("demo", "none", context=512, measure_costs=False).close()
         counts.append(len(trials))
     # The demo is tried repacked and as it is in the file.
@@ -444,7 +449,7 @@ def test_durations_are_measured_again_if_another_number_of_layers_is_streamed(
     monkeypatch.setattr(exact, "find_width_classes", find)
     monkeypatch.setattr(exact._ExactLoading, "_measure", measure)
     # A busy machine would be another reason to measure again.
-    monkeypatch.setattr(exact, "_machine_is_busy", lambda: False)
+    _set_busy(monkeypatch, False)
     request = LoadRequest.read("demo", "none", {"context": 256})
     pair = find_pair(request.target, request.draft, request.drafting, None, request.options)
     for layers, widths in ((100, padded.widths), (2, _SINGLE.widths), (100, padded.widths)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -84,10 +85,24 @@ def test_only_the_time_of_other_programs_counts_as_load() -> None:
     assert load.busy_cores() == 0.0
 
 
-def test_the_load_of_this_machine_is_measured() -> None:
+def test_the_average_load_since_a_reading() -> None:
+    now = busy = own = 0.0
+    load = CpuLoad(lambda: now, lambda: busy, lambda: own)
+    began = load.reading()
+    assert load.busy_cores_since(began) == 0.0
+    now, busy, own = 10.0, 14.0, 9.0
+    assert load.busy_cores_since(began) == pytest.approx(0.5)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no niceness")
+@pytest.mark.parametrize("niceness", [0, 5])
+def test_the_load_of_this_machine_is_measured(niceness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of low priority do not yield to a process that has low priority itself."""
+    if niceness:
+        monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
     now, own = 0.0, 0.0
     load = CpuLoad(lambda: now, own_seconds=lambda: own)
-    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    program = subprocess.Popen(["nice", "-n", str(niceness), sys.executable, "-c", "while True: pass"])
     try:
         while psutil.Process(program.pid).cpu_times().user < 0.3:
             time.sleep(0.01)
