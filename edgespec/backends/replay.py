@@ -277,6 +277,7 @@ class ReplayModel(BaseModel):
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         if not isinstance(method, Head):
             return super().self_draft(method)
+        self.check_can_draft(method.method)
         # Clear the cache first, because the wrapped model runs a token to check that its hidden states can be
         # read.
         self.truncate(0)

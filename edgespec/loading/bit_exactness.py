@@ -51,6 +51,7 @@ from edgespec.loading.constants import (
     SURELY_TESTED_WIDTH,
     TRIAL_SECONDS,
     TRIAL_STEPS,
+    UNPADDED_TOKENS,
     WIDE_PASSES,
     WIDTHS_AGAIN,
 )
@@ -260,7 +261,7 @@ class _Trial:
         for base, members in ((1, alone), *([(other, wide)] if wide else [])):
             widths = tuple(sorted(members))
             trees = able.tree and self._trees_agree(base, widths, contexts[-1])
-            block = self._block_tokens(base, widths, whole)
+            block = self._block_tokens(widths, whole)
             is_complete = not self.disagreeing & set(range(base, MAX_TESTED_WIDTH + 1)) and base == 1 < limit
             found.append(WidthClass(widths, trees, block, any_threads, is_complete))
         return self._confirmed(found) if self.is_partial else found
@@ -567,17 +568,17 @@ class _Trial:
             model.fix_threads(False)
         return found[0] == found[1]
 
-    def _block_tokens(self, base: int, widths: Sequence[int], whole: bytes) -> int:
+    def _block_tokens(self, widths: Sequence[int], whole: bytes) -> int:
         """Return the size of the blocks into which prompts must be split. See `WidthClass.block_tokens`.
 
         If time runs out, return the largest size, which is always safe.
         """
         try:
-            return self._compare_splits(base, widths, whole)
+            return self._compare_splits(widths, whole)
         except _OutOfTimeError:
             return READ_TOKENS
 
-    def _compare_splits(self, base: int, widths: Sequence[int], whole: bytes) -> int:
+    def _compare_splits(self, widths: Sequence[int], whole: bytes) -> int:
         if not whole and self.model.facts.capabilities.partial_truncate:
             # No wide prefill pass was run, so its kernels are untested.
             return READ_TOKENS
@@ -585,24 +586,34 @@ class _Trial:
         expected = (whole,) if whole else self._split_digest(count, (count,), self.model.prefill)
 
         def decode(tokens: Sequence[int]) -> None:
-            if len(tokens) > widths[-1]:
-                self.model.prefill(tokens)
-            elif len(tokens) in widths:
+            if len(tokens) in widths:
                 self._pass(len(tokens))
             else:
-                for start in range(0, len(tokens), base):
-                    self._pass(base, min(base, len(tokens) - start))
+                self.model.prefill(tokens)
 
         # If single-token passes do not agree with any wider pass, they do not agree with prefill either, even
         # if the logits after a prefill happen to be equal.
         if (
             len(widths) > 1
             and self._split_digest(count, ANY_SPLIT, decode) == expected
+            and self._unpadded_passes_agree(widths, count, expected)
             and self._prompt_pass_agrees(count)
         ):
             return 1
         split = self._split_digest(count, BLOCK_SPLIT, self.model.prefill)
         return BLOCK_TOKENS if split == expected else READ_TOKENS
+
+    def _unpadded_passes_agree(self, widths: Sequence[int], count: int, expected: tuple[bytes, ...]) -> bool:
+        """Return whether prefill passes of widths that are not in the class agree with those that are.
+
+        Verify passes of such widths are padded, but passes over a prompt are not. Only the narrowest and the
+        widest are compared.
+        """
+        missing = sorted((self.disagreeing | set(range(1, widths[-1]))) - set(widths))
+        return all(
+            self._split_digest(count, (width, UNPADDED_TOKENS - width), self.model.prefill) == expected
+            for width in dict.fromkeys((*missing[:1], *missing[-1:]))
+        )
 
     def _split_digest(
         self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]

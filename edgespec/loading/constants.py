@@ -110,6 +110,9 @@ EQUAL_PASSES = 4
 # and those in `BLOCK_SPLIT` are multiples of `BLOCK_TOKENS`. If passes of `BLOCK_TOKENS` tokens differ from
 # wider ones, or were not tested, prompts are split into blocks of `READ_TOKENS` (`memory/constants.py`).
 SPLIT_TOKENS = 48
+# Number of tokens in two prefill passes that are compared if widths are missing from a class. The first pass
+# has a missing width. The number was chosen to divide `SPLIT_TOKENS` and to exceed `MAX_TESTED_WIDTH`.
+UNPADDED_TOKENS = 24
 ANY_SPLIT, BLOCK_SPLIT, BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
 
 # --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `planning.py`) ---

@@ -172,7 +172,7 @@ class _TrialResult:
 
 # Identifies the version of the trial in saved results. Change it whenever the trial can detect more
 # differences or measures more, so that models are tested again.
-_TRIAL = "first and output layers, f16 keys, long contexts with MLX"
+_TRIAL = "first and output layers, f16 keys, long contexts with MLX, unpadded prompts"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
 

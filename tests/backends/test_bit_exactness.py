@@ -371,6 +371,28 @@ def test_the_blocks_in_which_prompts_must_be_read_are_found(
     assert find_width_classes(_RoundingModel(prefill=prefill))[0].block_tokens == block
 
 
+@pytest.mark.parametrize(
+    ("differing", "prefill_differing", "classes"),
+    [
+        ({3, 4}, {3, 4}, [((1, 2, *range(5, 18)), 16)]),
+        ({3, 4}, set(), [((1, 2, *range(5, 18)), 1)]),
+        ({8}, {8}, [(_ALL[:7], 16)]),
+        ({1}, {1}, [((1,), 16), (_ALL[1:], 16)]),
+        ({1}, set(), [((1,), 16), (_ALL[1:], 1)]),
+        (set(range(9, 18)), {9, 11}, [(_ALL[:8], 16)]),
+    ],
+)
+def test_passes_over_prompts_are_not_padded(
+    differing: set[int], prefill_differing: set[int], classes: list[tuple[tuple[int, ...], int]]
+) -> None:
+    """A prompt with, say, one more token than is cached takes a pass over one token."""
+    model = _RoundingModel(
+        lambda width, _row, _tree: width in differing, lambda width, _row: width in prefill_differing
+    )
+    found = find_width_classes(model)
+    assert [(each.widths, each.block_tokens) for each in found] == classes
+
+
 @pytest.mark.parametrize("context_tokens", [64, 256, 320])
 def test_small_contexts_are_tested_to_their_end(context_tokens: int) -> None:
     assert _widths(_RoundingModel(context_tokens=context_tokens)) == [_ALL]

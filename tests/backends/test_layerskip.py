@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -280,6 +281,28 @@ class TestReusedDrafts:
                 model.commit(path)
             assert view.length == split.length == whole.length
             same(whole, step(split, 4), step(whole, 4))
+
+    @pytest.mark.parametrize("tree", [True, False])
+    def test_a_rejected_draft_is_removed_first_if_trees_round_differently(
+        self, split: LayerSkipModel, monkeypatch: pytest.MonkeyPatch, tree: bool
+    ) -> None:
+        """Attention may sum in another order if rejected tokens are between others in the cache."""
+        capabilities = replace(split.facts.capabilities, tree=tree)
+        monkeypatch.setattr(split, "facts", replace(split.facts, capabilities=capabilities))
+        split.prefill(tokens_for(split, 20))
+        view = split.self_draft(EarlyExit(4))
+        for first in range(3):
+            view.verify(TokenTree.chain(5, [6, 7][:first]), first)
+        run: list[tuple[int, ...]] = []
+        run_to_hook = LlamaContext.run_to_hook
+
+        def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
+            run.append(tuple(tokens))
+            run_to_hook(self, tokens, *rest)
+
+        monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
+        split.verify(TokenTree.chain(5, [6, 8]))
+        assert run == ([(8,)] if tree else [(5, 6, 8)])
 
     def test_drafted_nodes_are_not_run_again(
         self, split: LayerSkipModel, monkeypatch: pytest.MonkeyPatch

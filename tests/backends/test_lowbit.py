@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
+from edgespec.loading.bit_exactness import WidthClass, restricted_to
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from edgespec.store.catalogue import models_folder
@@ -373,6 +375,19 @@ class TestRefusals:
             full.target.self_draft(LowBit())
         with raises(CapabilityError, code="early_exit_not_supported"):
             full.target.self_draft(EarlyExit(1))
+
+    def test_another_missing_feature_is_not_given_as_the_reason(
+        self, full: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A class of pass widths without draft trees has its own reason, which does not concern copies."""
+        facts = full.target.facts
+        no_trees = restricted_to(
+            replace(facts.capabilities, self_draft_methods=frozenset()), WidthClass((1, 2))
+        )
+        assert no_trees.reason
+        monkeypatch.setattr(full.target, "facts", replace(facts, capabilities=no_trees))
+        with raises(CapabilityError, "its KV cells cannot be copied", code="lowbit_not_supported"):
+            full.target.self_draft(LowBit(str(full.copy)))
 
     def test_a_recurrent_model_is_refused(self, tmp_path: Path) -> None:
         target = load(write_mamba(tmp_path / "mamba.gguf"))

@@ -13,6 +13,8 @@ import pytest
 import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError
+from edgespec.loading import exact
+from edgespec.loading.bit_exactness import WidthClass
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, choose_heads, describe_choice, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
@@ -198,6 +200,15 @@ class TestLoading:
         for options in ({"method": "eagle"}, {"head": head}):
             with raises(ModelFileError, "not finite"):
                 edgespec.load(str(target), "none", **OPTIONS, **options)
+
+    def test_a_head_that_exactness_rules_out_is_refused_for_that_reason(
+        self, target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exact, "find_width_classes", lambda _model, _progress: [WidthClass((1,))])
+        with edgespec.load(str(target), "none", exactness="bits", **OPTIONS) as runtime:
+            notice = runtime.target.notice
+            assert f"not using the draft head {head}: the eagle method does not work with" in notice
+            assert "checking several tokens at once does not give exactly the same results" in notice
 
     def test_a_head_for_another_target_is_refused(self, target: Path, tmp_path: Path) -> None:
         other = write_eagle(tmp_path / "other.gguf", layers=(0, 1, 2), size=16)

@@ -366,6 +366,7 @@ class HeadTarget(GgufModel, HiddenStateSource):
         self._context.tap_states(self.logs.states)
 
     def _head(self, method: Head) -> SelfDraftView[Any]:
+        self.check_can_draft(method.method)
         if method.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
                 f"{self.facts.name} does not support draft heads for the {method.method} method, because of"

@@ -175,7 +175,7 @@ class LayerSkipModel(GgufModel):
 
     def _logits(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         tree = self._padded(tree)
-        hidden = self._lower.hidden_of(tree, first)
+        hidden = self._lower.hidden_of(tree, first, can_branch=self.facts.capabilities.tree)
         positions, sequences = self.cells.place_tree(tree, first)
         return self._context.run(hidden, positions, sequences)
 
@@ -285,10 +285,16 @@ class LowerSplit:
             parts.append(logits if len(logits) == len(tokens) else logits.copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+    def hidden_of(self, tree: TokenTree, first: int, *, can_branch: bool) -> NDArray[np.float32]:
         """Return the hidden states of a tree to be verified, starting at the node `first`.
 
         Tokens that were already run, by drafting or an earlier call, are not rerun.
+
+        Args:
+            tree: The tree to be verified.
+            first: The first node whose hidden state to return.
+            can_branch: Whether drafted tokens may stay in the KV cache next to other tokens to verify. If
+                attention rounds differently in trees, such a branch would change the hidden states.
 
         Returns:
             The hidden states as a float32 array [nodes, embedding size].
@@ -300,11 +306,11 @@ class LowerSplit:
         done = len(self._tree)
         self._map_nodes(tree, first)
         whole = self._tree.build()
-        if first == 0 and done and not self._fits(whole):
-            # Discard the draft, because the KV cache has no room for both the drafted tokens and the tokens
-            # to verify.
+        if first == 0 and done and not (self._fits(whole) and (can_branch or whole.is_chain)):
+            # Discard the draft, because the drafted tokens and the tokens to verify cannot be in the KV cache
+            # at the same time.
             self.end_round()
-            return self.hidden_of(tree, 0)
+            return self.hidden_of(tree, 0, can_branch=can_branch)
         if whole.width > done:
             positions, sequences = self.cells.place_tree(whole, done)
             self._hidden += list(self._run(whole.tokens[done:], positions, sequences))

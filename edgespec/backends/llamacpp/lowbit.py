@@ -107,10 +107,12 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
     if target.low_bit_error is not None:
         raise target.low_bit_error
     target.check_can_draft(LowBit.method)
-    if LowBit.method not in target.facts.capabilities.self_draft_methods:
+    capabilities = target.facts.capabilities
+    if LowBit.method not in capabilities.self_draft_methods:
+        # If the model can roll back, `reason` explains another missing feature.
+        reason = "its KV cells cannot be copied" if capabilities.rollback else capabilities.reason
         raise CapabilityError(
-            f"{target.facts.name} does not support lowbit:"
-            f" {target.facts.capabilities.reason or 'its KV cells cannot be copied'}",
+            f"{target.facts.name} does not support lowbit: {reason}",
             "choose another method",
             code="lowbit_not_supported",
         )
