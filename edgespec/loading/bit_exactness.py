@@ -72,6 +72,7 @@ class WidthClass:
             cells.
         any_threads: Whether the results are independent of the number of CPU threads.
         is_complete: Whether the class contains all widths that could save time.
+        is_cut_short: Whether time ran out before all widths, trees and splits of prompts were tested.
     """
 
     widths: tuple[int, ...]
@@ -79,6 +80,7 @@ class WidthClass:
     block_tokens: int = READ_TOKENS
     any_threads: bool = True
     is_complete: bool = False
+    is_cut_short: bool = False
 
     @property
     def max_width(self) -> int:
@@ -147,10 +149,10 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
         return restricted
     # A model that rolls back by rerunning tokens may rerun them in a pass of any width.
     replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
+    differs = "was too slow to find out whether it gives" if found.is_cut_short else "does not give"
     if found.max_width == 1 or not replays_exactly:
         reason = (
-            "checking several tokens at once does not give exactly the same results as checking them"
-            " one by one"
+            f"checking several tokens at once {differs} exactly the same results as checking them one by one"
         )
         return replace(
             restricted,
@@ -166,9 +168,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
         "its results must not depend on how many tokens are checked at once, but on this machine, they are"
         f" identical only for {found.text} tokens at once"
     )
-    no_trees = (
-        "checking drafts with branches does not give exactly the same results as checking single tokens"
-    )
+    no_trees = f"checking drafts with branches {differs} exactly the same results as checking single tokens"
     return replace(
         restricted,
         max_width=min(found.max_width, capabilities.max_width),
@@ -216,6 +216,7 @@ class _Trial:
     began: float = field(init=False)
     limit_seconds: float = TRIAL_SECONDS
     until: float = float("inf")
+    is_cut_short: bool = False
 
     def __post_init__(self) -> None:
         self.began = now()
@@ -263,7 +264,7 @@ class _Trial:
             trees = able.tree and self._trees_agree(base, widths, contexts[-1])
             block = self._block_tokens(widths, whole)
             is_complete = not self.disagreeing & set(range(base, MAX_TESTED_WIDTH + 1)) and base == 1 < limit
-            found.append(WidthClass(widths, trees, block, any_threads, is_complete))
+            found.append(WidthClass(widths, trees, block, any_threads, is_complete, self.is_cut_short))
         return self._confirmed(found) if self.is_partial else found
 
     def _allow(self, share: float) -> None:
@@ -289,7 +290,7 @@ class _Trial:
                 self.until = now() + self.limit_seconds
                 widths = (base, *self._agreeing_over_all_layers(base, widths[1:]))
                 # Trees and splits of prompts were compared only in the layers that agree.
-                found = WidthClass(widths, any_threads=found.any_threads)
+                found = WidthClass(widths, any_threads=found.any_threads, is_cut_short=self.is_cut_short)
             confirmed.append(found)
         return confirmed
 
@@ -310,6 +311,7 @@ class _Trial:
     def _begin_pass(self) -> None:
         """Report progress. Raise _OutOfTimeError if there is no time for another pass."""
         if now() > self.until:
+            self.is_cut_short = True
             raise _OutOfTimeError
         self.done_passes += 1
         # The total number of passes is unknown, so the fraction approaches 1 without reaching it.

@@ -497,7 +497,9 @@ def _to_json(result: _TrialResult) -> dict[str, Any]:
         "classes": [
             {
                 "widths": list(map(int, found.widths)),
-                "flags": list(map(bool, (found.trees, found.any_threads, found.is_complete))),
+                "flags": list(
+                    map(bool, (found.trees, found.any_threads, found.is_complete, found.is_cut_short))
+                ),
                 "block": found.block_tokens,
             }
             for found in result.classes
@@ -524,11 +526,11 @@ def _from_json(saved: Any) -> _TrialResult | None:
 
 def _class_from_json(saved: Any) -> WidthClass:
     widths = tuple(int(width) for width in saved["widths"])
-    trees, any_threads, is_complete = map(bool, saved["flags"])
+    trees, any_threads, is_complete, is_cut_short = map(bool, saved["flags"])
     block = int(saved["block"])
     if list(widths) != sorted(set(widths)) or min(widths, default=0) < 1 or block < 1:
         raise ValueError("invalid widths")
-    return WidthClass(widths, trees, block, any_threads, is_complete)
+    return WidthClass(widths, trees, block, any_threads, is_complete, is_cut_short)
 
 
 def _duration(curve: CostCurve) -> Callable[[int], float]:

@@ -265,6 +265,10 @@ def test_when_time_runs_out_only_tested_widths_are_used(
     assert len(classes) == 1
     least, most = {0.001: (1, 1), 0.06: (1, 2), 0.3: (17, 17)}.get(limit, (2, 17))
     assert least <= classes[0].max_width <= most
+    is_cut_short = classes[0].is_cut_short
+    assert is_cut_short == {0.001: True, 0.06: True, 0.3: False}.get(limit, is_cut_short)
+    reason = restricted_to(model.facts.capabilities, classes[0]).reason
+    assert ("too slow to find out" in reason) == (is_cut_short and not classes[0].trees)
 
 
 def test_widths_that_were_not_compared_before_time_ran_out_are_not_used(
