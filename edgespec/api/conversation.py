@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from edgespec.api.stream import ReplyStream
 from edgespec.attachments.reading import ImageSource, as_image
-from edgespec.chat.message import Message, PlacedImage, reply_message
+from edgespec.chat.message import Message, PlacedImage, reply_message, with_system
 from edgespec.chat.prompt import ContextFull
 from edgespec.chat.reply_start import messages_to_answer
 from edgespec.decode.reply import Reply
 from edgespec.errors import OptionError, TemplateError
 
-__all__ = ["Chat", "message_of", "with_system"]
+__all__ = ["Chat", "message_of"]
 
 
 class _Runtime(Protocol):
@@ -153,11 +153,6 @@ class Chat:
         self.messages, self.dropped_messages = messages, stream.dropped_messages
         self._used_tokens = prompt_tokens
         return stream
-
-
-def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
-    """Return the messages of a conversation, preceded by its system prompt if it has one."""
-    return [*([Message("system", system)] if system else []), *messages]
 
 
 def message_of(reply: Reply, written_before: str = "") -> Message:

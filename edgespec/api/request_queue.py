@@ -18,9 +18,10 @@ from edgespec.api.runtime import Runtime
 from edgespec.api.stream import ReplyStream
 from edgespec.decode.reply import Reply, TextChunk
 from edgespec.decode.request import StreamArguments
+from edgespec.decode.session import check_process
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.model.base import Progress
-from edgespec.system.checks import check_integer, check_process
+from edgespec.options.option import Integer
 from edgespec.system.waiting import SignalEvent
 
 __all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
@@ -48,7 +49,7 @@ class RequestQueue(Replies["QueuedReply"]):
     def __init__(self, runtime: Runtime, *, max_waiting: int = 16) -> None:
         self._process_id = os.getpid()
         self._runtime = runtime
-        self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
+        self._max_waiting = Integer(0).check("max_waiting", max_waiting)
         self._waiting: deque[QueuedReply | QueuedEmbeddings | _Turn] = deque()
         self._running: set[QueuedReply | QueuedEmbeddings | _Turn] = set()
         self._closed = False

@@ -35,7 +35,7 @@ from edgespec.decode.request import (
     checked_tokens,
     default_max_tokens,
 )
-from edgespec.decode.session import Session, SessionModels, SessionPool
+from edgespec.decode.session import Session, SessionModels, SessionPool, check_process
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, ContextFullError, OptionError, TemplateError
 from edgespec.memory.budget import resident_bytes
@@ -53,7 +53,6 @@ from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.installed import RecommendedSetting
 from edgespec.store.speedup_estimate import AcceptanceRecorder
-from edgespec.system.checks import check_process
 from edgespec.system.files import MappedFiles
 
 __all__ = ["Runtime"]

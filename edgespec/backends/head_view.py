@@ -21,7 +21,7 @@ from edgespec.model.base import LanguageModel, Progress, Snapshot
 from edgespec.model.base_model import BaseModel, M, SelfDraftView, in_batches
 from edgespec.model.heads.numpy_layers import CachedAttention
 from edgespec.model.hidden_states import HeadModel, HiddenStateLog, HiddenStateSource
-from edgespec.model.memory_estimate import check_draft_width, check_tokens_fit
+from edgespec.model.memory_estimate import check_draft_width
 from edgespec.model.model_facts import ModelFacts
 
 __all__ = [
@@ -243,7 +243,7 @@ class HeadView(SelfDraftView[M]):
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check()
-        check_tokens_fit(self, len(tokens))
+        self._check_fits(len(tokens))
         self._keep(self.length)
         for batch in in_batches(tokens, self._batch_tokens, progress):
             self._check_not_interrupted()
@@ -259,7 +259,7 @@ class HeadView(SelfDraftView[M]):
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         self._check()
         try:
-            check_tokens_fit(self, tree.width)
+            self._check_fits(tree.width)
             check_draft_width(tree.width, self.facts.capabilities.max_width)
             self._check_not_interrupted()
             return self._run_tree(tree, first)

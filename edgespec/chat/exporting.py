@@ -6,13 +6,13 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, with_system
 from edgespec.chat.saved_chat import SavedChat, title_of
 from edgespec.errors import OptionError
 from edgespec.system.files import error_reason
@@ -31,7 +31,7 @@ _STYLE = (
 )
 
 
-def messages_as_markdown(messages: tuple[Message, ...], *, reasoning: bool = False) -> str:
+def messages_as_markdown(messages: Sequence[Message], *, reasoning: bool = False) -> str:
     """Format messages as Markdown, each preceded by its author's name.
 
     Args:
@@ -55,7 +55,8 @@ def _message_as_markdown(message: Message, reasoning: bool) -> str:
 
 def as_markdown(chat: SavedChat) -> str:
     """Format the messages on a chat's current branch as Markdown, including the model's reasoning."""
-    return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat), reasoning=True)}\n"
+    messages = with_system(chat.system, chat.messages)
+    return f"# {_title(chat)}\n\n{messages_as_markdown(messages, reasoning=True)}\n"
 
 
 def as_html(chat: SavedChat) -> str:
@@ -67,7 +68,7 @@ def as_html(chat: SavedChat) -> str:
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
     sections = "".join(
         f"<section><h2>{_NAMES[message.role]}</h2>{_message_as_html(message, markdown)}</section>\n"
-        for message in _all_messages(chat)
+        for message in with_system(chat.system, chat.messages)
     )
     title = html.escape(_title(chat))
     return (
@@ -161,7 +162,3 @@ def write_export(chat: SavedChat, file: str) -> Path:
 
 def _title(chat: SavedChat) -> str:
     return chat.title or title_of(chat.messages)
-
-
-def _all_messages(chat: SavedChat) -> tuple[Message, ...]:
-    return (*((Message("system", chat.system),) if chat.system else ()), *chat.messages)

@@ -27,6 +27,7 @@ __all__ = [
     "as_messages",
     "reply_message",
     "with_files",
+    "with_system",
 ]
 
 
@@ -122,23 +123,6 @@ class Message:
             content += self.content[begin:at] + mark(image)
             begin = max(begin, at)
         return replace(self, content=content + self.content[begin:], images=())
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates expect, without keys that do not apply.
-
-        The template decides whether the next prompt includes the reasoning of earlier replies.
-        """
-        optional = {
-            "reasoning_content": self.reasoning,
-            "tool_calls": [call.for_template() for call in self.tool_calls],
-            "tool_call_id": self.tool_call_id,
-            "name": self.name,
-        }
-        return {
-            "role": self.role,
-            "content": self.content,
-            **{key: value for key, value in optional.items() if value},
-        }
 
 
 def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
@@ -287,6 +271,11 @@ def _text(number: int, item: Mapping[str, Any], key: str) -> str:
             code="messages_invalid",
         )
     return value
+
+
+def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of a conversation, preceded by its system prompt if it has one."""
+    return [*([Message("system", system)] if system else []), *messages]
 
 
 def reply_message(text: str) -> Message:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
-from edgespec.chat.message import Message, PlacedImage
+from edgespec.chat.message import Message, PlacedImage, with_system
 from edgespec.chat.reasoning import opening_marker, split_at_markers
 from edgespec.chat.reply_start import fitted_to_prompt, whole_characters
 from edgespec.chat.template import DEFAULT_SETTINGS, ChatTemplate, TemplateSettings
@@ -74,7 +74,7 @@ def build_single_prompt(
         )
     if template is not None:
         user = Message("user", message, images=tuple(map(PlacedImage, images)))
-        messages = [*([Message("system", system)] if system else []), user]
+        messages = with_system(system, [user])
         check_size(vocabulary, [each.content for each in messages], context_tokens)
         builder = PromptBuilder(template, vocabulary, prepare_image=prepare_image)
         return builder.build(messages, progress, settings)
@@ -202,7 +202,7 @@ class PromptBuilder:
         Raises:
             CancelledError: `progress` returned False.
             ContextFullError: The conversation does not fit in the context.
-            OptionError: `context_full` is invalid, or no grammar can express the schema of a tool.
+            OptionError: No grammar can express the schema of a tool.
             TemplateError: The chat template is broken or rejects the messages.
         """
         messages = [message.with_files_as_text() for message in messages]
@@ -269,7 +269,10 @@ class PromptBuilder:
         self, text: str, escaping: ControlTokenEscaping, progress: Progress | None
     ) -> RenderedPrompt:
         """Tokenize the output of the chat template, reusing the tokens of an earlier prompt."""
-        prefix = self._remembered_prefix(text) or self._cached_prefix(text, escaping)
+        # Iterate over a copy, because another thread may append to the deque.
+        remembered = [prefix for prefix in tuple(self._remembered) if text.startswith(prefix.text)]
+        longest = max(remembered, key=lambda prefix: len(prefix.text), default=None)
+        prefix = longest or self._cached_prefix(text, escaping)
         if prefix:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
@@ -385,10 +388,8 @@ class PromptBuilder:
             CancelledError: `progress` returned False.
             ContextFullError: The last message alone does not fit, or the conversation does not fit and
                 `context_full` is `refuse`.
-            OptionError: `context_full` is invalid.
             TemplateError: The chat template is broken or rejects the messages.
         """
-        check_context_full(context_full)
         if all(message.role == "system" for message in messages):
             context_full = "refuse"  # There are no turns to drop.
         first_turn = 1 if messages[0].role == "system" else 0
@@ -463,12 +464,6 @@ class PromptBuilder:
         with self._lock:
             self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
             self._remembered.append(RenderedPrompt(prompt.text + text, prompt.tokens + tokens))
-
-    def _remembered_prefix(self, text: str) -> RenderedPrompt | None:
-        """Return the longest remembered conversation that `text` continues."""
-        # Iterate over a copy, because another thread may append to the deque.
-        prefixes = [prefix for prefix in tuple(self._remembered) if text.startswith(prefix.text)]
-        return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
 
     def _cached_prefix(self, text: str, escaping: ControlTokenEscaping) -> RenderedPrompt | None:
         """Return the longest prefix of `text` in the prefix cache that ends before a control token."""

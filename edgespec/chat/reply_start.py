@@ -39,7 +39,8 @@ def messages_to_answer(messages: Sequence[Message]) -> tuple[list[Message], str]
         raise OptionError(
             "there is no user message to answer", "send a message first", code="messages_invalid"
         )
-    return list(messages[:end]), text_to_continue(messages[end:])
+    reply_start = text_to_continue(messages[end:]) if end < len(messages) else ""
+    return list(messages[:end]), reply_start
 
 
 def text_to_continue(messages: Sequence[Message]) -> str:

@@ -124,7 +124,15 @@ class SourceQuirks:
         if self._has_thinking_parts and message.reasoning:
             text = CONTENT_FORMS["parts"](message.content) if message.content else []
             content = [{"type": "thinking", "thinking": message.reasoning}, *text]
-        fields = {**message.for_template(), "content": content}
+        optional = {
+            "reasoning_content": message.reasoning,
+            "tool_calls": [call.for_template() for call in message.tool_calls],
+            "tool_call_id": message.tool_call_id,
+            "name": message.name,
+        }
+        # Templates tell a missing field from an empty one.
+        given = {key: value for key, value in optional.items() if value}
+        fields = {"role": message.role, "content": content, **given}
         if message.reasoning and not (self._has_text_or_reasoning and message.tool_calls and message.content):
             fields[self._reasoning_key] = message.reasoning
         return fields

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -130,21 +130,28 @@ class ControlTokenEscaping:
     def __init__(
         self, vocabulary: Vocabulary, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary, self._messages, self._tools = vocabulary, messages, tools
+        self._has_images = False
         self.literals: dict[int, str] = {}
-        texts = (text for message in messages for text in (message.reasoning, *message.prompt_texts))
-        used_characters = set().union(*texts, *_strings(list(tools)))
-        # Mark placeholders with two Unicode private-use characters that occur in no message.
+
+    @cached_property
+    def _marks(self) -> tuple[str, str]:
+        """The characters before and after a placeholder: two for private use that occur in no message."""
+        texts = (text for message in self._messages for text in (message.reasoning, *message.prompt_texts))
+        used_characters = set().union(*texts, *_strings(list(self._tools)))
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
-        self._left, self._right = next(unused), next(unused)
+        return next(unused), next(unused)
 
     def escape(self, message: Message, scanner: TextScanner, progress: Progress | None) -> Message:
         """Return the message with its control tokens replaced by placeholders."""
-
-        def escape(text: str) -> str:
-            control_tokens = scanner.scan(text, progress).control_tokens if text else ()
-            return self._escape(text, control_tokens) if control_tokens else text
-
+        # Scan all texts at once, because most messages contain no control tokens. The template decodes the
+        # arguments of calls, so scan their strings, too.
+        decoded = (text for call in message.tool_calls for text in _strings(parse_object(call.arguments)))
+        texts = filter(None, (message.reasoning, *message.prompt_texts, *decoded))
+        control_tokens = scanner.scan("\n".join(texts), progress).control_tokens
+        if not control_tokens:
+            return message
+        escape = partial(self._escape, control_tokens=control_tokens)
         calls = (
             replace(
                 call,
@@ -165,11 +172,16 @@ class ControlTokenEscaping:
 
     def image_mark(self, name: str) -> str:
         """Return a marker for the image `name` that cannot occur in any message. See `split_at_images`."""
-        return f"{self._left}image {name}{self._right}"
+        self._has_images = True
+        left, right = self._marks
+        return f"{left}image {name}{right}"
 
     def split_at_images(self, text: str) -> list[str]:
         """Split text at image markers. The result alternates between text and image names."""
-        return re.split(f"{self._left}image ([0-9a-f]+){self._right}", text)
+        if not self._has_images:
+            return [text]
+        left, right = self._marks
+        return re.split(f"{left}image ([0-9a-f]+){right}", text)
 
     def escape_tools(
         self, tools: Sequence[Mapping[str, Any]], scanner: TextScanner, progress: Progress | None
@@ -182,16 +194,18 @@ class ControlTokenEscaping:
         return tuple(_mapped(tool, lambda text: self._escape(text, control_tokens)) for tool in tools)
 
     def _escape(self, text: str, control_tokens: Sequence[int]) -> str:
+        left, right = self._marks
         for token in control_tokens:
             found = literal(self._vocabulary, token)
             if found in text:
-                text = text.replace(found, f"{self._left}{token}{self._right}")
+                text = text.replace(found, f"{left}{token}{right}")
                 self.literals[token] = found
         return text
 
     def unescape(self, text: str) -> str:
         """Return the text with placeholders replaced by the user's original text."""
-        return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
+        left, right = self._marks
+        return re.sub(f"{left}(\\d+){right}", lambda mark: self.literals[int(mark[1])], text)
 
 
 def is_control(vocabulary: Vocabulary, token: int) -> bool:

@@ -21,8 +21,8 @@ from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import STDIN_SILENCE_SECONDS, parse_address
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.options.option import Integer, Size
-from edgespec.system.checks import parse_size
 from edgespec.system.files import cache_folder, format_bytes
+from edgespec.system.sizes import parse_size
 
 __all__ = ["command"]
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from edgespec.errors import OptionError
-from edgespec.system.checks import parse_size
+from edgespec.system.sizes import parse_size
 
 __all__ = [
     "LAYERS",

@@ -121,6 +121,7 @@ class ReplySettings:
         sampling = {name: options[name] for name in _SAMPLING_NAMES if name in options}
         if sampling:
             changes["params"] = replace(self.params, **sampling)
+        if "logit_bias" in sampling:
             check_vocabulary("logit_bias", changes["params"].logit_bias, facts)
         for name, value in options.items():
             if prompt_logprobs is not None and name == "max_tokens" and value == 0:

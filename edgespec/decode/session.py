@@ -27,7 +27,7 @@ from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BusyError, CancelledError, ClosedError
+from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, MIN_ROOM_TOKENS
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.cache import PrefixCache
@@ -39,9 +39,8 @@ from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
 from edgespec.model.image_tokens import text_tokens
-from edgespec.system.checks import check_process
 
-__all__ = ["Session", "SessionModels", "SessionPool", "measure_target_step"]
+__all__ = ["Session", "SessionModels", "SessionPool", "check_process", "measure_target_step"]
 
 # Number of target passes between reports on the drafting. Reporting after every pass would slow down small
 # models.
@@ -678,6 +677,23 @@ class Session:
         self._is_interrupted = interrupted
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
+
+
+def check_process(loaded_by: int) -> None:
+    """Raise EdgespecError if this process is a fork of the one that loaded a model.
+
+    A fork does not copy threads, so llama.cpp and MLX would wait forever for theirs.
+
+    Args:
+        loaded_by: ID of the process that loaded the model.
+    """
+    if os.getpid() != loaded_by:
+        raise EdgespecError(
+            f"a model that was loaded in process {loaded_by} cannot be used in a process forked from it",
+            "start the process with multiprocessing's `spawn` method and load the model there, or share one"
+            " model between processes with `edgespec serve`",
+            code="process_forked",
+        )
 
 
 def measure_target_step(target: LanguageModel) -> float:

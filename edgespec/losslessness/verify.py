@@ -34,7 +34,7 @@ from edgespec.losslessness.replay import Judgement, MadeReply, PromptRead, Reaso
 from edgespec.losslessness.report import Divergence, MethodFindings, Sample, VerifyReport, p_value
 from edgespec.losslessness.sharing import measure_sharing
 from edgespec.model.base import LanguageModel
-from edgespec.system.checks import check_integer, check_number
+from edgespec.options.option import Integer, checked_number
 from edgespec.system.cores import CPU_LOAD
 
 __all__ = ["verify"]
@@ -116,8 +116,8 @@ def verify(
         raise OptionError(
             "there is nothing to verify", "pass at least one prompt, method, temperature and draft length"
         )
-    check_integer("samples", samples, 1, 1 << 31)
-    if not check_number("idle_seconds", idle_seconds, "of at least 0") >= 0:
+    Integer(1).check("samples", samples)
+    if not checked_number("idle_seconds", idle_seconds, "of at least 0") >= 0:
         raise OptionError(
             f"idle_seconds must not be negative, but is {idle_seconds}", "use 0, or a positive number"
         )

@@ -23,8 +23,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Close
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.model.hidden_states import HiddenStateLog, OpenLogs
 from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage, end_of_images
-from edgespec.model.memory_estimate import check_tokens_fit
+from edgespec.model.image_tokens import PreparedImage
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
 # Maximum number of tokens whose bytes a vocabulary caches. Caching all of them would take tens of MiB.
@@ -44,19 +43,6 @@ def in_batches(
         yield batch
         if progress and not progress("reading the prompt", (start + len(batch)) / len(tokens)):
             raise CancelledError("prompt processing was cancelled")
-
-
-def split_last_batch(
-    tokens: Sequence[int], batch_tokens: int, progress: Progress | None
-) -> tuple[Sequence[int], Sequence[int], Progress | None]:
-    """Split off the last batch of a prompt, which contains no image.
-
-    Returns:
-        The tokens before the last batch, the last batch, and a progress callback for the first part.
-    """
-    text_start = end_of_images(tokens)
-    start = text_start + (len(tokens) - text_start - 1) // batch_tokens * batch_tokens
-    return tokens[:start], tokens[start:], progress and scaled_progress(progress, 0.0, start / len(tokens))
 
 
 def check_progress(progress: Progress | None) -> None:
@@ -217,7 +203,17 @@ class BaseModel(ABC):
         """Raise ClosedError if the model is closed, or ContextFullError if `more` tokens do not fit."""
         if self._closed:
             raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
-        check_tokens_fit(self, more)
+        if more:
+            self._check_fits(more)
+
+    def _check_fits(self, more: int) -> None:
+        """Raise ContextFullError if the context has no room for `more` tokens."""
+        if more > self.free_tokens:
+            raise ContextFullError(
+                f"{self.length:,} cached tokens and {more:,} new tokens exceed the context of"
+                f" {self.facts.context_tokens:,} tokens",
+                "use a larger --context",
+            )
 
 
 M = TypeVar("M", bound=BaseModel)

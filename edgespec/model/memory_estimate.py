@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
-from edgespec.errors import CapabilityError, ContextFullError, MemoryBudgetError
+from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.model.base import LoadOptions
-from edgespec.model.model_facts import ModelFacts
 from edgespec.system.files import format_bytes
 
 THIS_MACHINE = "this machine"
@@ -215,18 +214,6 @@ class MemoryEstimator(Protocol):
         """Free the metadata that the estimator holds in memory."""
 
 
-class _Context(Protocol):
-    """The context of a model or draft model."""
-
-    facts: ModelFacts
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def free_tokens(self) -> int: ...
-
-
 def round_up_to_block(tokens: int) -> int:
     """Round a context size up to a multiple of `BLOCK_TOKENS`."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -260,16 +247,6 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
             f"the weights of {name} take {format_bytes(weight_bytes)},"
             f" which exceeds the limit of {format_bytes(options.memory_bytes)}",
             "choose a smaller model or quantisation, or raise --memory",
-        )
-
-
-def check_tokens_fit(model: _Context, more: int) -> None:
-    """Raise ContextFullError if the context has no room for `more` tokens."""
-    if more > model.free_tokens:
-        raise ContextFullError(
-            f"{model.length:,} cached tokens and {more:,} new tokens exceed the context of"
-            f" {model.facts.context_tokens:,} tokens",
-            "use a larger --context",
         )
 
 

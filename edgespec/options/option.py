@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from errno import EFBIG
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_origin, get_type_hints
 
@@ -20,16 +22,8 @@ from edgespec.errors import OptionError, about_option
 from edgespec.options.methods import methods_by_need, parse_method
 from edgespec.options.schemas.other_properties import closed_objects
 from edgespec.options.schemas.spellings import read_schema
-from edgespec.system.checks import (
-    as_integer,
-    check_boolean,
-    check_integer,
-    check_number,
-    check_path,
-    check_text,
-    parse_size,
-)
 from edgespec.system.files import format_bytes
+from edgespec.system.sizes import parse_size
 from edgespec.system.spelling import nearest
 
 __all__ = [
@@ -66,6 +60,7 @@ __all__ = [
     "TokenBiases",
     "WorkerList",
     "check_names",
+    "checked_number",
     "converted",
     "declared_options",
 ]
@@ -108,7 +103,7 @@ class Kind:
         Raises:
             OptionError: The value is invalid.
         """
-        return check_text(name, value, "a single string")
+        return _text(name, value, "a single string")
 
     def json_schema(self) -> dict[str, Any]:
         """Return the value's limits as JSON Schema keywords, for the server's OpenAPI description."""
@@ -123,6 +118,46 @@ def converted(text: str, convert: Callable[[str], Any]) -> Any:
         return text
 
 
+def _text(name: str, value: object, allowed: str) -> str:
+    """Return `value` if it is a string. `allowed` describes the valid values for the error message."""
+    if not isinstance(value, str):
+        raise OptionError(f"{name} must be a string, not {value!r}", f"use {allowed}")
+    return value
+
+
+def _path(name: str, value: object, allowed: str = "one path") -> str:
+    """Return a path as a string. Raises OptionError if it is neither a string nor a path object."""
+    return _text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, allowed)
+
+
+def _as_integer(value: Any) -> int | None:
+    """Return `value` as an int if it is an integer of any type but not a boolean, or else None."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def checked_number(name: str, value: object, allowed: str) -> float:
+    """Return `value` as a float if it is a number and not a boolean. The caller checks the range.
+
+    Args:
+        name: The option's name, for the error message.
+        value: The value to check.
+        allowed: The valid range in words, for the error message.
+
+    Raises:
+        OptionError: `value` is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        # The integer is too large for a float. The caller's range check rejects NaN.
+        return math.nan
+
+
 @dataclass(frozen=True)
 class Text(Kind):
     """A string that the backend validates. `hint` lists examples for the error message."""
@@ -131,14 +166,14 @@ class Text(Kind):
     hint: str = "a single string"
 
     def check(self, name: str, value: Any) -> str:
-        return check_text(name, value, self.hint)
+        return _text(name, value, self.hint)
 
 
 class ModelName(Text):
     """A model reference: a path, `user/repo:quant` or a name."""
 
     def check(self, name: str, value: Any) -> str:
-        text = check_path(name, value, self.hint)
+        text = _path(name, value, self.hint)
         if isinstance(value, os.PathLike) and not os.path.isabs(text) and os.path.exists(text):
             # Without a leading `./`, a relative path could be mistaken for the name of a model or repository.
             return os.path.join(os.curdir, text)
@@ -151,7 +186,7 @@ class HeadName(Kind):
     metavar = "HEAD|auto|none"
 
     def check(self, name: str, value: Any) -> str:
-        return "none" if value is None else check_path(name, value)
+        return "none" if value is None else _path(name, value)
 
 
 class ProjectorName(Kind):
@@ -160,7 +195,7 @@ class ProjectorName(Kind):
     metavar = "PATH|auto|none"
 
     def check(self, name: str, value: Any) -> str:
-        return "none" if value is None else check_path(name, value)
+        return "none" if value is None else _path(name, value)
 
 
 class MethodName(Kind):
@@ -209,7 +244,9 @@ class Flag(Kind):
         return word in _TRUE if word in _TRUE + _FALSE else text
 
     def check(self, name: str, value: Any) -> bool:
-        return check_boolean(name, value)
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} must be True or False, not {value!r}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -225,7 +262,14 @@ class Integer(Kind):
         return converted(text, int)
 
     def check(self, name: str, value: Any) -> int:
-        return check_integer(name, value, self.low, self.high, self.hint)
+        integer = _as_integer(value)
+        if integer is None or not self.low <= integer <= self.high:
+            shown = value if integer is None else integer
+            raise OptionError(
+                f"{name} must be an integer from {self.low} to {self.high}, not {shown!r}",
+                f"choose another number{self.hint}" if self.hint else "",
+            )
+        return integer
 
     def json_schema(self) -> dict[str, Any]:
         return {"minimum": self.low, "maximum": self.high}
@@ -245,7 +289,7 @@ class Number(Kind):
 
     def check(self, name: str, value: Any) -> float:
         allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
-        number = check_number(name, value, allowed)
+        number = checked_number(name, value, allowed)
         if not self.low <= number <= self.high or (self.below_high and number == self.high):
             raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
         return number
@@ -261,7 +305,7 @@ class Share(Kind):
         return converted(text, lambda _: float(number) / (100.0 if "%" in text else 1.0))
 
     def check(self, name: str, value: Any) -> float:
-        number = check_number(name, value, "such as 0.02")
+        number = checked_number(name, value, "such as 0.02")
         if not 0.0 <= number <= 1.0:
             raise OptionError(
                 f"{name} must be a fraction from 0 to 1, not {value!r}", "for example, use 2% or 0.02"
@@ -284,7 +328,7 @@ class WorkerList(Kind):
     metavar = "ADDRESS[=SIZE],..."
 
     def check(self, name: str, value: Any) -> str:
-        text = check_text(name, value, "addresses such as 192.168.1.20:50052=16GiB,local=8GiB")
+        text = _text(name, value, "addresses such as 192.168.1.20:50052=16GiB,local=8GiB")
         parse_machines(name, text)
         return text
 
@@ -295,9 +339,10 @@ class PathName(Kind):
     metavar = "PATH"
 
     def check(self, name: str, value: Any) -> str:
-        return check_path(name, value)
+        return _path(name, value)
 
 
+_BRANCHES = Integer(1, _MAX_BRANCHES)
 _ADAPTER_SCALE = Number(-1000.0, 1000.0)
 
 
@@ -320,11 +365,12 @@ class Adapters(Kind):
                     'for example, pass "style.gguf"',
                 )
             # Values that have been checked before are pairs already.
-            pairs = [
-                one if isinstance(one, tuple) else _path_and_scale(check_path(name, one)) for one in given
-            ]
+            pairs = [one if isinstance(one, tuple) else _path_and_scale(_path(name, one)) for one in given]
         return tuple(
-            (os.path.expanduser(check_path(name, path)), _ADAPTER_SCALE.check(f"the scale of {path}", scale))
+            (
+                os.path.expanduser(_path(name, path)),
+                _ADAPTER_SCALE.check(f"the scale of {path}", scale),
+            )
             for path, scale in pairs
         )
 
@@ -369,13 +415,13 @@ class Branches(Kind):
     def check(self, name: str, value: Any) -> Any:
         if value == "auto":
             return value
-        if (count := as_integer(value)) is not None:
+        if (count := _as_integer(value)) is not None:
             value = (count,)
         if not isinstance(value, tuple | list):
             raise OptionError(
                 f"{name} must be `auto` or positive integers, not {value!r}", "for example, use 3,2"
             )
-        value = tuple(check_integer(name, count, 1, _MAX_BRANCHES) for count in value)
+        value = tuple(_BRANCHES.check(name, count) for count in value)
         if math.prod(value) > _MAX_BRANCHES:
             raise OptionError(
                 f"{name} can create at most {_MAX_BRANCHES} branches, but {value!r} would create"
@@ -397,7 +443,7 @@ class ExpertPlacement(Kind):
     def check(self, name: str, value: Any) -> Any:
         if value in self._WORDS:
             return value
-        number = as_integer(value)
+        number = _as_integer(value)
         if number is None or not 0 <= number <= _NO_LIMIT:
             raise OptionError(
                 f"{name} must be `auto`, `gpu`, `cpu` or a number of layers, not {value!r}",

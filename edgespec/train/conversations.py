@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, with_system
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.saved_chat import read_chat
 from edgespec.chat.store import ChatStore
@@ -102,10 +102,9 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
             chat = read_chat(stored.path, stored.id)
         except ChatFileError:
             continue
-        system = [Message("system", chat.system)] if chat.system else []
         for end, message in enumerate(chat.messages, 1):
             if message.role == "user":
-                prompts.append(_own_prompt([*system, *chat.messages[:end]]))
+                prompts.append(_own_prompt(with_system(chat.system, chat.messages[:end])))
     if not prompts:
         raise OptionError(
             "there are no saved chats to train with", "omit --chats", code="training_data_missing"

@@ -320,7 +320,7 @@ def start_reply(
 
     See `Runtime.stream_messages` for the options and errors.
     """
-    from edgespec.api.conversation import with_system
+    from edgespec.chat.message import with_system
     from edgespec.chat.reply_start import messages_to_answer
 
     answered, reply_start = messages_to_answer(messages)
@@ -343,7 +343,7 @@ def _state_after(stream: ChatReply, runtime: ChatModel, ask: Ask, *, is_repetiti
 
 def _count_tokens(runtime: ChatModel, system: str | None, messages: Sequence[Message]) -> int:
     """Return the number of tokens of a conversation, or 0 if the chat template rejects it."""
-    from edgespec.api.conversation import with_system
+    from edgespec.chat.message import with_system
 
     if messages:
         with suppress(TemplateError):

@@ -19,6 +19,7 @@ import pytest
 import edgespec
 from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
+from edgespec.chat.template_quirks import SourceQuirks
 from edgespec.chat.template_worker import compile_template
 from edgespec.errors import CancelledError, ClosedError, TemplateError
 from tests.backends.tiny_models import CHATML
@@ -243,7 +244,10 @@ class TestProcess:
         ]
         chat.append(Message("user", "\ud800 \x00 \r\n\u2028 {{ x }} \U0001f600"))
         for source in (CHATML, "{{ bos_token }}{{ messages | tojson(indent=1) }}\r\n{{ '\ud800' }}\n"):
-            variables = {"messages": [each.for_template() for each in chat], "bos_token": "<s>"}
+            variables = {
+                "messages": [{"role": each.role, "content": each.content} for each in chat],
+                "bos_token": "<s>",
+            }
             expected = compile_template(source).render(add_generation_prompt=True, **variables)
             assert render(source, *chat) == expected
 
@@ -382,7 +386,8 @@ def test_templates_that_keep_earlier_reasoning(source: str, reply: str) -> None:
 
 def test_a_message_without_reasoning_looks_as_before() -> None:
     """Templates tell a missing `reasoning_content` from an empty one."""
-    assert Message("assistant", "ANSWER").for_template() == {"role": "assistant", "content": "ANSWER"}
+    without = SourceQuirks("").for_template(Message("assistant", "ANSWER"), "text")
+    assert without == {"role": "assistant", "content": "ANSWER"}
     inline = Message("assistant", "<think>\nREASONING\n</think>\n\nANSWER")
     prompt = ChatTemplate(QWEN_3, "<s>", "</s>").render([TALK[0], inline, TALK[2]])
     assert "<|im_start|>assistant\nANSWER<|im_end|>" in prompt

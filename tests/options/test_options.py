@@ -192,6 +192,13 @@ in the settings file (`draft_window`). For environment variables, put `EDGESPEC_
 {reply}"""
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_integers_larger_than_any_float_are_refused(number: int) -> None:
+    for name, value in (("temperature", number), ("adapter_scales", {"style": number})):
+        with raises(OptionError, "a number"):
+            REPLY_OPTIONS[name].check(name, value)
+
+
 def options_table(options: Mapping[str, Option]) -> str:
     lines = ["| option | default | what it does | used by |", "| --- | --- | --- | --- |"]
     for name, option in options.items():

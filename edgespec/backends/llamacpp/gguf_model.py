@@ -157,6 +157,7 @@ class GgufModel(BaseModel):
         """Truncate the KV cache to the first `length` tokens, and discard drafted tokens."""
         for cells in self._all_cells:
             cells.truncate(length)
+        self.logs.truncate(self.length)
 
     def _end_round(self) -> None:
         """Remove rejected tokens from the KV cache."""

@@ -29,10 +29,10 @@ from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, EdgespecError
 from edgespec.model.base import Head, LoadOptions, Progress
-from edgespec.model.base_model import SelfDraftView, check_progress, in_batches, split_last_batch
+from edgespec.model.base_model import SelfDraftView, check_progress, in_batches, scaled_progress
 from edgespec.model.hidden_states import HiddenStateLog, HiddenStateSource
 from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage, contains_image
+from edgespec.model.image_tokens import PreparedImage, contains_image, end_of_images
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.registry import format_of
 
@@ -267,8 +267,15 @@ class HeadTarget(GgufModel, HiddenStateSource):
         if self._context.needs_all_rows or self._recurrent:
             return super().prefill_prompt(tokens, progress)
         self._check(len(tokens))
-        before, batch, part_progress = split_last_batch(tokens, self._context.batch_tokens, progress)
-        self.prefill(before, part_progress)
+        # Compute the logits in the pass over the last batch, which must not contain an image.
+        size, text_start = self._context.batch_tokens, end_of_images(tokens)
+        start = text_start + (len(tokens) - text_start - 1) // size * size
+        if start:
+            share = start / len(tokens)
+            self.prefill(tokens[:start], progress and scaled_progress(progress, 0.0, share))
+        else:
+            self._end_round()
+        batch = tokens[start:]
         positions = range(self.length, self.length + len(batch))
         needs_logits = [position == positions[-1] for position in positions]
         try:
@@ -318,10 +325,6 @@ class HeadTarget(GgufModel, HiddenStateSource):
 
     def _commit_cells(self, path: tuple[int, ...]) -> None:
         self.cells.commit(path)
-
-    def _cut(self, length: int) -> None:
-        super()._cut(length)
-        self.logs.truncate(self.length)
 
     def remove_range(self, start: int, end: int) -> None:
         super().remove_range(start, end)

@@ -39,7 +39,6 @@ from edgespec.model.base import LoadOptions, LowBit
 from edgespec.model.base_model import SelfDraftView
 from edgespec.model.memory_estimate import (
     check_draft_width,
-    check_tokens_fit,
     check_weights_fit,
     round_up_to_block,
 )
@@ -299,7 +298,7 @@ class LowBitView(SelfDraftView[GgufModel]):
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
         try:
-            check_tokens_fit(self, tree.width)
+            self._check_fits(tree.width)
             check_draft_width(tree.width, self.facts.capabilities.max_width)
             if first == 0:
                 self._copy_target_cells()

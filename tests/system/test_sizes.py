@@ -1,12 +1,11 @@
-"""Checks of option values."""
+"""Amounts of memory as text."""
 
 from __future__ import annotations
 
 import pytest
 
 from edgespec.errors import OptionError
-from edgespec.options.settings import REPLY_OPTIONS
-from edgespec.system.checks import parse_size
+from edgespec.system.sizes import parse_size
 from tests.raising import raises
 
 
@@ -58,10 +57,3 @@ def test_parse_size(text: str | int, size: int) -> None:
 def test_invalid_sizes_are_refused(text: str | int) -> None:
     with raises(OptionError, "memory"):
         parse_size("memory", text)
-
-
-@pytest.mark.parametrize("number", [10**400, -(10**400)])
-def test_integers_larger_than_any_float_are_refused(number: int) -> None:
-    for name, value in (("temperature", number), ("adapter_scales", {"style": number})):
-        with raises(OptionError, "a number"):
-            REPLY_OPTIONS[name].check(name, value)
