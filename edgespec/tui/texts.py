@@ -324,7 +324,8 @@ def switched_note(
         options: The load options of the loaded model.
     """
     target, values = runtime.target, []
-    if options.changed is not None and target.path == before.path:
+    is_same = options.changed is not None and target.path == before.path
+    if is_same:
         changed = options.all
         names = [name for name in ALL_LOAD_SETTINGS if changed.get(name) != options_before.get(name)]
         values = [f"{name} is now {loaded_value(name, runtime, changed)}" for name in names]
@@ -334,7 +335,6 @@ def switched_note(
         if loaded and loaded != options_before.get("methods"):
             values.append(f"the method {' and '.join(loaded)} is loaded")
     if not values:
-        is_same = target.path == before.path
         values = ["The model was loaded again" if is_same else f"This chat now uses {target.name}"]
     if dropped := options.dropped:
         values.append(f"for this model, {' and '.join(dropped)} went back to the default")
