@@ -15,6 +15,7 @@ from edgespec.bench.figures import PHASES, BenchReport, MethodFigures
 from edgespec.bench.runs import PLAIN
 from edgespec.errors import BackendMissingError
 from edgespec.methods.costs.curve import CostCurve
+from edgespec.system.files import format_number
 from edgespec.system.installation import setup_command
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
     for each in found:
         per_token = {phase: each.milliseconds_per_token(phase) for phase in _SHADES}
         parts = tuple((max(0.0, spent), _SHADES[phase]) for phase, spent in per_token.items())
-        bars.append(Bar(each.config.name, parts, f"{sum(per_token.values()):.3g} ms"))
+        bars.append(Bar(each.config.name, parts, f"{format_number(sum(per_token.values()))} ms"))
     legend = ", ".join(f"{shade} {phase}" for phase, shade in _SHADES.items())
     return bar_chart(f"time per token, by phase ({legend})", bars, width)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from edgespec.cli.screen import line_of
 from edgespec.options.methods import limit_text
-from edgespec.system.files import format_bytes, format_rate
+from edgespec.system.files import format_bytes, format_number, format_rate
 
 if TYPE_CHECKING:
     from edgespec.loading.preview import MemoryPlan, Pool, Preview
@@ -193,7 +193,7 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
             _line(share.name),
             f"{share.layers_text} + output" if share.has_output else share.layers_text,
             *map(format_bytes, sizes),
-            "" if link is None else f"{link.round_trip_seconds * 1e3:.2g} ms",
+            "" if link is None else f"{format_number(link.round_trip_seconds * 1e3, 2)} ms",
             "" if link is None else f"{format_rate(link.bytes_per_second / 1e6)} MB/s",
         )
     return table

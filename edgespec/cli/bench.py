@@ -30,7 +30,7 @@ from edgespec.cli.running import (
 from edgespec.cli.screen import note, print_json, print_table, printable, terminal_width
 from edgespec.errors import OptionError
 from edgespec.options.option import Integer, ListOf, Text
-from edgespec.system.files import format_bytes
+from edgespec.system.files import format_bytes, format_number
 
 if TYPE_CHECKING:
     from edgespec.bench.figures import BenchReport, MethodFigures, OracleComparison
@@ -390,7 +390,7 @@ def _ms(seconds: float) -> str:
 
 def _number(value: float) -> str:
     """Format a number with three significant digits and no exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "0"
+    return format_number(value) if value >= 0.001 else "0"
 
 
 def _size(size_bytes: int) -> str:

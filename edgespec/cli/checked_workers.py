@@ -20,7 +20,7 @@ from edgespec.cluster.machines import (
 )
 from edgespec.cluster.ssh import reach_workers
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.system.files import format_bytes, format_rate
+from edgespec.system.files import format_bytes, format_number, format_rate
 
 __all__ = ["CheckedWorker", "check_workers"]
 
@@ -59,7 +59,7 @@ class CheckedWorker:
             ]
         if self.link is not None:
             speed = f"{format_rate(self.link.bytes_per_second / 1e6)} MB/s"
-            facts.append(f"round trip {self.link.round_trip_seconds * 1e3:.2g} ms, {speed}")
+            facts.append(f"round trip {format_number(self.link.round_trip_seconds * 1e3, 2)} ms, {speed}")
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
 
     def memory_for(self, library: Library) -> int:

@@ -43,7 +43,7 @@ from edgespec.errors import (
     NotDownloadedError,
     OptionError,
 )
-from edgespec.system.files import format_bytes, format_rate
+from edgespec.system.files import format_bytes, format_number, format_rate
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
@@ -164,7 +164,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
             (
                 str(worker.address),
                 format_bytes(worker.status.memory_bytes) if worker.status else "-",
-                f"{worker.link.round_trip_seconds * 1e3:.2g} ms" if worker.link else "-",
+                f"{format_number(worker.link.round_trip_seconds * 1e3, 2)} ms" if worker.link else "-",
                 worker.error.what if worker.error else "ok",
             )
             for worker in checked

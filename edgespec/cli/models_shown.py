@@ -158,7 +158,7 @@ class Shown:
 
 
 def _count_text(count: int) -> str:
-    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+    return f"{count / 1e9:.3g} B" if count >= 0.9995e9 else f"{count / 1e6:.3g} M"
 
 
 def entry_json(entry: ModelEntry) -> dict[str, Any]:

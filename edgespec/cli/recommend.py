@@ -11,7 +11,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import declared_options, json_option
 from edgespec.cli.running import with_progress
 from edgespec.cli.screen import note, print_json, print_table, warn
-from edgespec.system.files import format_bytes, format_rate
+from edgespec.system.files import format_bytes, format_number, format_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +125,7 @@ def _print(result: Recommendation) -> None:
         [
             (
                 name,
-                f"{each.bytes_per_second / 1e9:.3g}",
+                format_number(each.bytes_per_second / 1e9),
                 *(f"{cost:.2f}" for cost in _costs(each.curve.v).values()),
             )
             for name, each in result.machine.types.items()

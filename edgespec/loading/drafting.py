@@ -62,6 +62,7 @@ class DrafterFactory:
             named=options.named_drafters,
             measured_curve=self._curve,
             calibration_prompt=lambda: calibration_prompt(model.vocabulary),
+            useful_copy_type=self._useful_copy_type,
             window_tokens=options.window_tokens,
             has_room_for_copy=options.has_room_for_copy,
             substitutes=options.substitutes,
@@ -72,6 +73,12 @@ class DrafterFactory:
             head_advice=pair.head_advice,
             progress=progress,
         )
+
+    def _useful_copy_type(self) -> str | None:
+        # Imported lazily, because the module is needed only to explain why a named method is unavailable.
+        from edgespec.loading.prepare.lowbit import useful_copy_type
+
+        return useful_copy_type(self._pair.target.path)
 
     def make_all(self) -> tuple[DrafterSet, tuple[str, ...]]:
         """Create the drafters that the methods need, and return them with notices for the user.

@@ -260,6 +260,8 @@ class DrafterContext:
         measured_curve: Returns the target's cost curve, which maps pass widths to durations. The first call
             measures it, which clears the target's KV cache.
         calibration_prompt: Returns the tokens of a prompt to use for measurements.
+        useful_copy_type: Returns the quantisation type of a low-bit copy that would save time, or None if
+            there is none. This can take a few seconds.
         window_tokens: Number of most recent tokens that a draft model attends to. See `DraftingOptions`.
         has_room_for_copy: Whether the memory plan leaves room for a copy of the target.
         substitutes: File of the low-bit copies that the planner chose of the blocks that the target streams.
@@ -281,6 +283,7 @@ class DrafterContext:
     named: frozenset[str]
     measured_curve: Callable[[], CostCurve]
     calibration_prompt: Callable[[], list[int]]
+    useful_copy_type: Callable[[], str | None]
     window_tokens: int | None = None
     has_room_for_copy: bool = True
     substitutes: Path | None = None

@@ -304,6 +304,11 @@ def format_bytes(size_bytes: int) -> str:
     return f"{size:,.{digits}f} {_SIZE_UNITS[unit]}"
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Format a number with at least this many significant digits and no exponent for large numbers."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def format_rate(per_second: float, decimals: int = 0) -> str:
     """Format a speed with two significant digits below 1, one decimal place below 10, and few above.
 

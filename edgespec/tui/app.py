@@ -363,7 +363,10 @@ class ChatApp(App[None]):
             messages = []
         # Insert what was typed before the next keys reach the prompt.
         chat.prompt.insert(loading.take_typed().rstrip("\n"))
-        await chat.use_runtime(switched.runtime, is_saved=switched.failure is None)
+        is_loaded = switched.failure is None
+        await chat.use_runtime(
+            switched.runtime, is_saved=is_loaded, methods_error=options.methods_error if is_loaded else None
+        )
         chat.holds_waiting = chat.is_leaving
         chat.call_later(chat.send_typed, messages)
         if switched.failure is None:

@@ -64,6 +64,8 @@ class ChatView(Screen[None]):
 
     # See `_Row`.
     BLANK = True
+    # By default, Textual first focuses the hidden list of chats, so the input would briefly show its keys.
+    AUTO_FOCUS = "#prompt"
     # Avoid Textual's default of redrawing the whole screen whenever the focus moves.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
     # Set by `TurnScreen`.

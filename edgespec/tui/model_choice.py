@@ -35,7 +35,7 @@ _WORDS = ("auto", "none")
 _OWN_DEFAULT = "default"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChosenLoadOptions:
     """The load options of a model that the user has chosen.
 
@@ -44,11 +44,13 @@ class ChosenLoadOptions:
             Loading removes `methods` if they cannot be used.
         wanted: The names of the previous model's options that this one keeps if they suit it.
         kept: These options. Loading removes those that do not suit the model.
+        methods_error: Why loading removed `methods`, or None if it did not.
     """
 
     changed: dict[str, Any] | None
     wanted: Collection[str]
     kept: dict[str, Any]
+    methods_error: EdgespecError | None = None
 
     @classmethod
     def of(
@@ -284,20 +286,29 @@ def load_chosen(load_other: LoadOther, plan: PlanModel, reference: str, options:
     """
     changed, kept = options.changed, options.kept
 
+    def remember(error: EdgespecError) -> None:
+        options.methods_error = error
+
     def load(progress: Progress) -> ChatModel:
         if kept:
             _, suitable = plan_kept(plan, reference, kept, changed or {})
             for name in kept.keys() - suitable.keys():
                 del kept[name]
-            return load_available(lambda: load_other(reference, changed, kept)(progress), changed)
+            return load_available(
+                lambda: load_other(reference, changed, kept)(progress), changed, on_error=remember
+            )
         if changed is None:
             return load_other(reference)(progress)
-        return load_available(lambda: load_other(reference, changed)(progress), changed)
+        return load_available(lambda: load_other(reference, changed)(progress), changed, on_error=remember)
 
     return load
 
 
-def load_available(load: Callable[[], ChatModel], *changed: dict[str, Any] | None) -> ChatModel:
+def load_available(
+    load: Callable[[], ChatModel],
+    *changed: dict[str, Any] | None,
+    on_error: Callable[[EdgespecError], None] = lambda _error: None,
+) -> ChatModel:
     """Load a model. If it cannot use the methods in `methods`, remove these from `changed` and load it again.
 
     For example, the draft model that a method needs may have been deleted since the chat was saved.
@@ -305,6 +316,7 @@ def load_available(load: Callable[[], ChatModel], *changed: dict[str, Any] | Non
     Args:
         load: Loads the model with the options in `changed`.
         changed: Load options that the user has changed, in one or more forms, or None if there are none.
+        on_error: Called with the reason if the methods are removed.
 
     Raises:
         EdgespecError: The model cannot be loaded.
@@ -315,6 +327,7 @@ def load_available(load: Callable[[], ChatModel], *changed: dict[str, Any] | Non
         given = [each for each in changed if each and "methods" in each]
         if not given or error.option not in ("method", "methods"):
             raise
+        on_error(error)
     for each in given:
         del each["methods"]
     return load()

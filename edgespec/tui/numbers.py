@@ -52,7 +52,8 @@ def time_left(seconds: float) -> str:
 def parameters_text(parameters: int) -> str:
     """Format 11540736 as '11.5 M parameters'."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if parameters >= size:
+        # A number just below the unit would be rounded to 1,000 of the smaller one.
+        if parameters >= 0.9995 * size:
             return f"{parameters / size:.3g} {unit} parameters"
     return count(parameters, "parameter")
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import ModelReferences, SavedChat, Setting
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.errors import AttachmentError, ChatFileError, ConfigurationError, OptionError
+from edgespec.errors import (
+    AttachmentError,
+    ChatFileError,
+    ConfigurationError,
+    EdgespecError,
+    OptionError,
+)
 from edgespec.tools.connection import Toolbox
 from edgespec.tools.tool import Tool, ToolResult, visible
 from edgespec.tui.archive import REFUSALS, Archive
@@ -215,27 +221,34 @@ class PlainChat:
             self.console.note("This reply was stopped. Type /continue to finish it.")
         return saved
 
-    def use_runtime(self, runtime: ChatModel, *, is_saved: bool = True) -> None:
+    def use_runtime(
+        self, runtime: ChatModel, *, is_saved: bool = True, methods_error: EdgespecError | None = None
+    ) -> None:
         """Continue the chat with another model. Remove settings that the model does not support.
 
         Args:
             runtime: The loaded models.
             is_saved: Whether to save that the chat uses them. If not, a saved chat keeps its own models,
                 which could not be loaded now, until the next reply.
+            methods_error: See `remove_unsupported_method`.
         """
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
         if runtime.target.path not in self.model_paths:
             self.model_paths.append(runtime.target.path)
         self.stats, self.method = None, runtime.method
         # New chats begin with `first_settings`.
-        self.remove_unsupported_method(self.first_settings, self.current_chat.settings)
+        self.remove_unsupported_method(
+            self.first_settings, self.current_chat.settings, methods_error=methods_error
+        )
         if is_saved:
             self.save()
 
-    def remove_unsupported_method(self, *chat_settings: dict[str, Setting]) -> None:
+    def remove_unsupported_method(
+        self, *chat_settings: dict[str, Setting], methods_error: EdgespecError | None = None
+    ) -> None:
         """Remove the setting `method` where the model does not support its value, and say so."""
-        if why := remove_unsupported_method(self.runtime, *chat_settings):
-            self.console.note(sentences("The setting method was removed", why))
+        if why := remove_unsupported_method(self.runtime, *chat_settings, methods_error=methods_error):
+            self.console.note(sentences(*why))
 
     def use_reloaded_model(self) -> None:
         """Use the reloaded model if a worker or the program that shared the model was lost."""
@@ -285,7 +298,7 @@ class PlainChat:
             state: ChatState | None = job.result()
         except Exception as error:
             state, failure = None, error
-            self.console.note("\n".join(error_text(error)))
+            self.console.note("\n".join(filter(None, error_text(error))))
         self.use_reloaded_model()
         reply = state.reply if state is not None else None
         message = state.message if state is not None else None

@@ -263,7 +263,10 @@ def _switch_model(
     if switched.failure is None:
         chat.models = references_after(chat.first_models, reference, options)
         chat.current_chat.models = chat.models
-    chat.use_runtime(switched.runtime, is_saved=switched.failure is None)
+    is_loaded = switched.failure is None
+    chat.use_runtime(
+        switched.runtime, is_saved=is_loaded, methods_error=options.methods_error if is_loaded else None
+    )
     name = switched.runtime.target.name
     if switched.failure is None:
         note = switched_note(before, switched.runtime, chat.changed_load_options, options)

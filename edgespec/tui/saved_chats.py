@@ -83,7 +83,7 @@ async def open_chat(
             return
         # A model that is loaded for the chat removes the setting itself.
         if why_removed := remove_unsupported_method(screen.runtime, opened.settings):
-            notes.append(sentences("The setting method was removed", why_removed))
+            notes.append(sentences(*why_removed))
         for note in notes:
             await screen.transcript.note(note)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.saved_chat import Setting
-from edgespec.errors import OptionError
+from edgespec.errors import EdgespecError, OptionError
 from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.options.methods import method, parse_method
 from edgespec.options.option import Option
@@ -113,17 +113,28 @@ def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> dict[
     return needed
 
 
-def remove_unsupported_method(runtime: ChatModel, *chat_settings: dict[str, Setting]) -> str:
-    """Remove the setting `method` if the model does not support its value. Return why, or ""."""
-    why = ""
+def remove_unsupported_method(
+    runtime: ChatModel, *chat_settings: dict[str, Setting], methods_error: EdgespecError | None = None
+) -> tuple[str, ...]:
+    """Remove the setting `method` if the model does not support its value.
+
+    Args:
+        runtime: The loaded models.
+        chat_settings: The settings of the chat, and those of new chats.
+        methods_error: Why the models were loaded without the methods that the user chose, if they were.
+
+    Returns:
+        What happened, the reason and what to do, or an empty tuple if the setting was not removed.
+    """
+    why: EdgespecError | None = None
     for settings in chat_settings:
         try:
             if "method" in settings:
                 runtime.method_for(str(settings["method"]))
         except OptionError as error:
-            why = error.what
+            why = methods_error or error
             del settings["method"]
-    return why
+    return () if why is None else ("The setting method was removed", why.what, why.next_step)
 
 
 def load_setting_named(name: str) -> str | None:

@@ -48,6 +48,8 @@ _FILE_KINDS = {
 }
 # Number of models on this machine to name on the first screen, chosen to equal that of `suggest_models`.
 _MAX_SUGGESTED = 3
+# Load options that change how much memory is planned.
+_MEMORY_OPTIONS = frozenset({"context", "draft", "experts", "head", "kv_type", "memory", "mmproj"})
 ROUGH_GAIN = 0.1
 """A speed-up whose standard error exceeds this value is shown as approximate. The value was chosen."""
 
@@ -322,18 +324,31 @@ def switched_note(
         options: The load options of the loaded model.
     """
     target, values = runtime.target, []
-    if options.changed is not None and target.path == before.path:
+    is_same = options.changed is not None and target.path == before.path
+    if is_same:
         changed = options.all
         names = [name for name in ALL_LOAD_SETTINGS if changed.get(name) != options_before.get(name)]
         values = [f"{name} is now {loaded_value(name, runtime, changed)}" for name in names]
+        if runtime.plan is not None and _MEMORY_OPTIONS.intersection(names):
+            values.append(_planned(runtime.plan))
         loaded = changed.get("methods", ())
         if loaded and loaded != options_before.get("methods"):
             values.append(f"the method {' and '.join(loaded)} is loaded")
-    values = values or [f"This chat now uses {target.name}"]
+    if not values:
+        values = ["The model was loaded again" if is_same else f"This chat now uses {target.name}"]
     if dropped := options.dropped:
         values.append(f"for this model, {' and '.join(dropped)} went back to the default")
     new = [text for text in _notices(target) if text not in _notices(before)]
     return sentences(*values, *new)
+
+
+def _planned(plan: MemoryPlan) -> str:
+    pools = (
+        f"up to {format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
+        + (" on the GPU" if pool == "gpu" else "")
+        for pool in plan.pools
+    )
+    return f"planned memory: {' and '.join(pools)}"
 
 
 def still_used_note(name: str, loaded: ModelReferences, own: ModelReferences) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from textual.message import Message as Event
 from textual.timer import Timer
 
-from edgespec.errors import ChatFileError, OptionError
+from edgespec.errors import ChatFileError, EdgespecError, OptionError
 from edgespec.tui.archive import REFUSALS
 from edgespec.tui.background import in_thread
 from edgespec.tui.chat_view import ChatView
@@ -86,13 +86,16 @@ class TurnScreen(ChatView):
             # The waiting messages were written for the previous chat, so put them back into the input.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
-    async def use_runtime(self, runtime: ChatModel, *, is_saved: bool = True) -> None:
+    async def use_runtime(
+        self, runtime: ChatModel, *, is_saved: bool = True, methods_error: EdgespecError | None = None
+    ) -> None:
         """Continue the current chat with another model. Remove settings that the model does not support.
 
         Args:
             runtime: The loaded models.
             is_saved: Whether to save that the chat uses them. If not, a saved chat keeps its own models,
                 which could not be loaded now, until the next reply.
+            methods_error: See `remove_unsupported_method`.
         """
         self.runtime = runtime
         if runtime.target.path not in self.model_paths:
@@ -101,10 +104,11 @@ class TurnScreen(ChatView):
         self._notices = await in_thread(partial(notices, runtime))
         self.chips.use_runtime(runtime)
         # New chats begin with `first_settings`.
-        why_removed = remove_unsupported_method(runtime, self.first_settings, self.current_chat.settings)
+        all_settings = self.first_settings, self.current_chat.settings
+        why_removed = remove_unsupported_method(runtime, *all_settings, methods_error=methods_error)
         await self._show_current_chat()
         if why_removed:
-            await self.transcript.note(sentences("The setting method was removed", why_removed))
+            await self.transcript.note(sentences(*why_removed))
         if is_saved:
             await self.save()
 

@@ -19,6 +19,7 @@ from edgespec.system.files import (
     data_folder,
     error_reason,
     format_bytes,
+    format_number,
     format_rate,
     home_folder,
     make_private_folder,
@@ -230,3 +231,17 @@ def test_format_bytes(size_bytes: int, text: str) -> None:
 )
 def test_a_slow_speed_is_not_rounded_to_zero(per_second: float, decimals: int, text: str) -> None:
     assert format_rate(per_second, decimals) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.00123, 3, "0.00123"),
+        (12.34, 3, "12.3"),
+        (999.6, 3, "1,000"),
+        (3350.0, 3, "3,350"),
+        (124.0, 2, "124"),
+    ],
+)
+def test_numbers_have_no_exponent(value: float, digits: int, text: str) -> None:
+    assert format_number(value, digits) == text

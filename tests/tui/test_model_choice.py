@@ -550,3 +550,33 @@ async def test_draft_and_head_without_a_value_list_the_choices(tmp_path: Path) -
         await d.said("demo-head")
         await d.send("/set head nonsense")
         await d.said("/set head lists the heads")
+
+
+async def test_a_method_that_cannot_be_loaded_is_refused_with_the_reason_and_advice(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.send("/set method lowbit")
+        await d.said("The setting method was removed.")
+        shown = " ".join(d.transcript().split())
+        assert (
+            "there is no low-bit copy of demo. Run edgespec prepare lowbit demo in another terminal" in shown
+        )
+        assert "The model was loaded again." in shown
+        assert d.chat.current_chat.settings == d.chat.changed_load_options == {}
+
+
+async def test_a_change_of_the_context_shows_the_planned_memory(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.send("/context 768")
+        await d.said("context is now 768. Planned memory: up to ")
+
+
+async def test_without_known_draft_models_and_heads_the_chat_says_how_to_use_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.store.drafts.draft_options", lambda *_: [])
+    monkeypatch.setattr("edgespec.store.heads.head_options", lambda *_: [])
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.say("/draft")
+        await d.said("type /draft and its name or path")
+        await d.say("/set head")
+        await d.said("type /set head and the path of its folder")

@@ -16,7 +16,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.errors import BackendError, CancelledError, ModelFileError
+from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
 from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, LoadingScreen, run_chat
 from edgespec.tui.chat_view import ChatView
@@ -376,3 +376,21 @@ async def test_the_message_that_a_reply_is_not_finished_ends_with_the_reply(
         gate.set()
         await d.settled()
         await until(d.pilot, lambda: "not finished" not in "\n".join(d.screen_text()), "no message")
+
+
+@pytest.mark.parametrize(("advice", "lines"), [("", 1), ("Do something.", 2)])
+async def test_an_error_without_advice_takes_one_line(tmp_path: Path, advice: str, lines: int) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.chat.show_error(EdgespecError("it failed", advice))
+        await d.pilot.pause()
+        assert d.chat.query_one(".panel").size.height == lines
+
+
+async def test_the_input_has_the_focus_from_the_first_frame(tmp_path: Path) -> None:
+    focused: list[str] = []
+    async with driving(loading(ScriptedRuntime()), tmp_path, wait=False) as d:
+        await until(d.pilot, lambda: any(isinstance(screen, ChatView) for screen in d.app.screen_stack))
+        while "F1 help" not in str(d.chat.prompt.border_subtitle):
+            focused.append(str(d.chat.prompt.border_subtitle))
+            await d.pilot.pause(0)
+        assert not any("Ctrl+R renames" in hint for hint in focused)

@@ -224,6 +224,23 @@ def test_the_status_is_never_cut(width: int) -> None:
         assert len(lines) <= 3
 
 
+@pytest.mark.parametrize(
+    ("tokens", "shown"),
+    [(9_999, "9,999"), (32_768, "32.8k"), (999_499, "999k"), (999_999, "1M"), (1_048_576, "1.05M")],
+)
+def test_long_contexts_are_short_in_the_status_line(tokens: int, shown: str) -> None:
+    assert (f"context 0/{shown}", "") in StatusFacts(context_tokens=tokens).segments()
+
+
+def test_the_status_line_shows_no_numbers_before_they_are_known() -> None:
+    assert StatusFacts().segments() == [("starting", "")]
+
+
+def test_parameters_just_below_a_unit_are_rounded_up_to_it() -> None:
+    texts = [numbers.parameters_text(count) for count in (999_400_000, 999_600_000, 1_540_000_000)]
+    assert texts == ["999 M parameters", "1 B parameters", "1.54 B parameters"]
+
+
 def test_a_nearly_full_context_is_marked() -> None:
     assert StatusFacts(context_used_tokens=900, context_tokens=1024).context_nearly_full
     assert not StatusFacts(context_used_tokens=100, context_tokens=1024).context_nearly_full

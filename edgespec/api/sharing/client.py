@@ -211,10 +211,8 @@ class SharedModel:
 
     def lost(self) -> WorkerLostError:
         """Return the error to raise when the other program has exited."""
-        return WorkerLostError(
-            f"{self.host}, which had loaded the model, has exited or is not responding",
-            "send the message again; the chat will then load the model itself",
-        )
+        # The chat adds how to load the model again.
+        return WorkerLostError(f"{self.host}, which had loaded the model, has exited or is not responding")
 
     def _asked(self, otherwise: Any, call: str, *arguments: Any, **options: Any) -> Any:
         """Return the result of a call, or `otherwise` if the other process has exited."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
-from edgespec.errors import ModelFileError, OptionError
+from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.methods.lowbit.drafter import (
     COPY_FILE,
+    DEFAULT_TYPE,
     KIND,
     SUBSTITUTES_FILE,
     Substitutes,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from edgespec.backends.llamacpp.quantise import QuantisedSize
     from edgespec.loading.prepare.gguf_parts import GgufParts, Tensors
 
-DEFAULT_TYPE = "Q4_0"
 # Name of the temporary file that contains both parts of a split model.
 _MERGED = "whole.gguf"
 # The type with the fewest bits that does not need an importance matrix.
@@ -108,6 +108,25 @@ def prepare_lowbit(
     needed_bytes = size.copy_bytes + header_bytes + (source_bytes if path.is_dir() else 0)
     settings = {"type": type_name}
     return build("lowbit", path, settings, write_files, needed_bytes=needed_bytes, to=to, progress=progress)
+
+
+def useful_copy_type(path: Path) -> str | None:
+    """Return the quantisation type of a low-bit copy that can save time, or None if there is none.
+
+    The default type is preferred. If this cannot be checked, `prepare_lowbit` reports the problem.
+
+    Args:
+        path: A GGUF file, or a folder prepared for early exit.
+    """
+    try:
+        with _temporary_folder() as folder, _single_file(path, folder, header_only=True) as header:
+            for type_name in (DEFAULT_TYPE, _SMALLEST_TYPE):
+                size = _quantised_size(header, type_name)
+                if can_save_time(size.copy_bytes, size.source_bytes):
+                    return type_name
+    except EdgespecError:
+        return DEFAULT_TYPE
+    return None
 
 
 def _size(path: Path, type_name: str) -> QuantisedSize:

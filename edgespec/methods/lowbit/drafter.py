@@ -27,6 +27,7 @@ from edgespec.store.reference import Resolved
 
 __all__ = [
     "COPY_FILE",
+    "DEFAULT_TYPE",
     "KIND",
     "SUBSTITUTES_FILE",
     "Substitutes",
@@ -44,16 +45,23 @@ __all__ = [
 ]
 
 COPY_FILE = "copy.gguf"
+# Quantisation type of low-bit copies, unless the user chooses another one.
+DEFAULT_TYPE = "Q4_0"
 # Identifies this kind of prepared model in the store.
 KIND = "substitutes"
 SUBSTITUTES_FILE = "substitutes.gguf"
 
 
 def preparation(context: DrafterContext) -> str:
-    """Return the command that creates the low-bit copy, or an empty string if none is needed."""
-    if context.file_format.low_bit_copy_format and find_lowbit(context.files.path) is None:
-        return f"edgespec prepare lowbit {context.reference}"
-    return ""
+    """Return the command that creates the low-bit copy. Empty if none is needed, or none would save time."""
+    if not context.file_format.low_bit_copy_format or find_lowbit(context.files.path) is not None:
+        return ""
+    # Checking takes a few seconds, so do it only if the user named the method.
+    type_name = context.useful_copy_type() if "lowbit" in context.named else DEFAULT_TYPE
+    if type_name is None:
+        return ""
+    option = "" if type_name == DEFAULT_TYPE else f" --type {type_name}"
+    return f"edgespec prepare lowbit {context.reference}{option}"
 
 
 def make(context: DrafterContext) -> Drafter | MissingDrafter:
@@ -95,13 +103,21 @@ def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
     if prepared is not None:
         check_lowbit(prepared, path)
         return lowbit_file(prepared)
+    command = preparation(context)
     if find_substitutes(path) is not None:
+        whole = f", or `{command}` for a copy of the whole model" if command else ""
         return MissingDrafter(
             f"the low-bit copies of {facts.name}'s layers were made for a different amount of memory",
             f"run `edgespec prepare lowbit {context.reference} --for-memory SIZE` with the amount of memory"
-            f" that you use, or `edgespec prepare lowbit {context.reference}` for a copy of the whole model",
+            f" that you use{whole}",
         )
-    return MissingDrafter(f"there is no low-bit copy of {facts.name}", f"run `{preparation(context)}` once")
+    if not command:
+        return MissingDrafter(
+            f"a low-bit copy of {facts.name} would not save time, because the model already uses few bits per"
+            " weight",
+            "use another method, such as --method suffix",
+        )
+    return MissingDrafter(f"there is no low-bit copy of {facts.name}", f"run `{command}` once")
 
 
 def can_save_time(copy_bytes: int, source_bytes: int) -> bool:

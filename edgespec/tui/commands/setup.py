@@ -68,6 +68,13 @@ if TYPE_CHECKING:
 _MAX_CHOICES = 8
 # What to type to change the load options that have a command of their own.
 _SHORT_COMMANDS = {"draft": "/draft and a name", "context": "/context and a number of tokens"}
+_NO_DRAFTS = (
+    "No draft models are known for {target}. If you have a much smaller model, type /draft and its name or"
+    " path. Without one, replies that repeat text can still be faster, as /why explains."
+)
+_NO_HEADS = (
+    "No draft heads are known for {target}. If you have one, type /set head and the path of its folder."
+)
 _NO_PRESETS = (
     "There are no presets yet. Type /preset save NAME to save the current system prompt, model and settings"
     " under a name."
@@ -206,14 +213,12 @@ def _choices(name: str, context: Context) -> list[str]:
     target = context.runtime.target.name
     if name == "head":
         lines = [f"  {_head_line(head)}" for head in head_options(found)]
-        return (
-            [f"Draft heads for {target}:", *lines] if lines else [f"No draft heads are known for {target}."]
-        )
+        return [f"Draft heads for {target}:", *lines] if lines else [_NO_HEADS.format(target=target)]
     drafts = draft_options(found, find_installed(include_embedded=True))
     lines = [f"  {_draft_line(draft)}" for draft in drafts[:_MAX_CHOICES]]
     if len(drafts) > _MAX_CHOICES:
         lines.append(f"  and {count(len(drafts) - _MAX_CHOICES)} more")
-    return [f"Draft models for {target}:", *lines] if lines else [f"No draft models are known for {target}."]
+    return [f"Draft models for {target}:", *lines] if lines else [_NO_DRAFTS.format(target=target)]
 
 
 def _draft_line(draft: DraftOption) -> str:

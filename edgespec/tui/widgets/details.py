@@ -56,8 +56,8 @@ class StatusFacts:
         acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted, or if the
             speed-up is off.
         context_used_tokens: Number of tokens in the conversation.
-        context_tokens: Context size in tokens.
-        memory_bytes: Resident memory of the process.
+        context_tokens: Context size in tokens, or 0 before it is known.
+        memory_bytes: Resident memory of the process, or 0 before it is known.
         dropped_messages: Number of messages at the start that no longer fit in the context.
         tools: Number of tools that the model can call.
         downloads: The running downloads and their progress.
@@ -87,10 +87,13 @@ class StatusFacts:
             (self.speed_up, "$primary" if self.writing else ""),
             ("" if self.tokens_per_second is None else rate(self.tokens_per_second), ""),
             ("" if self.acceptance_rate is None else f"accepted {percent(self.acceptance_rate)}", ""),
-            (f"context {used}/{total}", "$warning" if self.context_nearly_full else ""),
+            (
+                f"context {used}/{total}" if self.context_tokens else "",
+                "$warning" if self.context_nearly_full else "",
+            ),
             (dropped, "$warning"),
             (f"{count(self.tools, 'tool')} on" if self.tools else "", ""),
-            (f"RAM {format_bytes(self.memory_bytes)}", ""),
+            (f"RAM {format_bytes(self.memory_bytes)}" if self.memory_bytes else "", ""),
             (self.downloads, "$primary"),
         ]
         return [part for part in parts if part[0]]
@@ -131,7 +134,10 @@ def wrapped(segments: Sequence[tuple[str, str]], width: int) -> Content:
 
 
 def _thousands(tokens: int) -> str:
-    return count(tokens) if tokens < 10_000 else f"{tokens / 1000:.3g}k"
+    """Format 9999 as '9,999', 32768 as '32.8k' and 1048576 as '1.05M'."""
+    if tokens < 10_000:
+        return count(tokens)
+    return f"{tokens / 1e3:.3g}k" if tokens < 999_500 else f"{tokens / 1e6:.3g}M"
 
 
 class Details(VerticalScroll):

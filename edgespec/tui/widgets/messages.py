@@ -497,18 +497,21 @@ class SystemMessage(Static, MessageWidget, can_focus=True):
 
 
 class Panel(Vertical):
-    """A titled box in the transcript, for an error or the result of a command."""
+    """A titled box in the transcript, for an error or the result of a command. The body can be empty."""
 
     def __init__(self, title: str, body: str | Widget, *, kind: str = "info") -> None:
         super().__init__(classes=f"panel -{kind}")
         self._title = title
-        self._body = (
-            body if isinstance(body, Widget) else Static(Content(limited_text(body)), classes="panel-body")
-        )
+        self._body: Widget | None = None
+        if isinstance(body, Widget):
+            self._body = body
+        elif body:
+            self._body = Static(Content(limited_text(body)), classes="panel-body")
 
     def compose(self) -> ComposeResult:
         yield Static(Content(self._title), classes="panel-title")
-        yield self._body
+        if self._body is not None:
+            yield self._body
 
 
 class Welcome(Vertical):

@@ -14,11 +14,12 @@ from typing import NoReturn
 
 import pytest
 
+import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp import quantise as quantise_module
 from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise, quantised_size
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.loading.prepare.lowbit import prepare_lowbit, useful_copy_type
 from edgespec.methods.lowbit.drafter import find_lowbit, find_useful_lowbit, lowbit_file
 from edgespec.model.base import LoadOptions
 from edgespec.store.prepared_files import check_prepared, store_folder
@@ -91,6 +92,24 @@ def test_unknown_types_and_types_that_are_not_smaller_are_an_error(source: Path,
         prepare_lowbit(source, "Q9")
     assert parse_quantisation_type("q3_k") == "Q3_K_M"
     assert in_store() == []
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q2_K"])
+def test_only_copies_that_can_be_made_are_advised(source: Path, tmp_path: Path, type_name: str) -> None:
+    assert useful_copy_type(source) == "Q4_0"
+    small = tmp_path / "small.gguf"
+    quantise(source, small, type_name)
+    advised = useful_copy_type(small)
+    with raises(OptionError, code="method_unavailable") as caught:
+        edgespec.load(str(small), "none", context=256, method="lowbit")
+    if advised is None:
+        assert "already uses few bits per weight" in caught.value.what
+        assert "prepare" not in caught.value.next_step
+    else:
+        option = "" if advised == "Q4_0" else f" --type {advised}"
+        assert f"`edgespec prepare lowbit {small}{option}`" in caught.value.next_step
+        assert prepare_lowbit(small, advised).settings == {"type": advised}
+    assert type_name != "Q2_K" or advised is None
 
 
 @pytest.mark.long
