@@ -3,6 +3,7 @@
 
     scripts/build_llama_server ../llama
     scripts/compare_image_files.py --llama-server ../llama/llama-server
+    scripts/compare_image_files.py --llama-server ../llama/llama-server --kinds llava --files turned,palette
 
 Sends each file of tests/attachments/hostile_images.py to small random models of three kinds, like
 compare_images.py. The columns are the ways in which edgespec gets the file:
@@ -31,7 +32,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +100,29 @@ class _Expected(NamedTuple):
         return "equal" if text is not None and text.strip() == self.text.strip() else "DIFFERENT"
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """The files that one model gets, and how the programs answered.
+
+    Attributes:
+        target: The model. Its projector is found in its folder.
+        threads: Number of threads.
+        files: The files.
+        expected: What edgespec is expected to answer to each file.
+        results: The results to print for each file, by column.
+    """
+
+    target: Path
+    threads: int
+    files: Sequence[_File]
+    expected: dict[Path, _Expected] = field(default_factory=dict)
+    results: dict[Path, dict[str, str]] = field(default_factory=dict)
+
+    def add(self, file: _File, column: str, text: str | None, error: str | None) -> None:
+        """Add the result for the text of a reply or the message of an error."""
+        self.results[file.path][column] = self.expected[file.path].result(text, error)
+
+
 def main() -> None:
     """Compare the programs on all models and files, and print a table."""
     parser = argparse.ArgumentParser(
@@ -105,15 +130,19 @@ def main() -> None:
     )
     parser.add_argument("--llama-server", type=Path, required=True, help="see scripts/build_llama_server")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kinds", default="", help="kinds of models, separated by commas (default: all)")
+    parser.add_argument("--files", default="", help="names of files, without their endings (default: all)")
     args = parser.parse_args()
     print(f"llama-server: {binary_version(args.llama_server)}\n")
     print(table_line("model", *_COLUMNS.values(), "file"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        files = _write_files(folder / "files")
+        names, kinds = ([*filter(None, each.split(","))] for each in (args.files, args.kinds))
+        files = [file for file in _write_files(folder / "files") if not names or file.path.stem in names]
         equal = [
-            _compare(kind, target, projector, files, args.llama_server, args.threads)
+            _compare(kind, _Comparison(target, args.threads, files), projector, args.llama_server)
             for kind, (target, projector) in write_models(folder).items()
+            if not kinds or kind in kinds
         ]
     sys.exit(not all(equal))
 
@@ -130,27 +159,23 @@ def _write_files(folder: Path) -> list[_File]:
     return files
 
 
-def _compare(
-    kind: str, target: Path, projector: Path, files: list[_File], binary: Path, threads: int
-) -> bool:
+def _compare(kind: str, comparison: _Comparison, projector: Path, binary: Path) -> bool:
     """Print a line for each file, and return whether nothing is different."""
+    target, threads = comparison.target, comparison.threads
     with (
         edgespec.load(target, mmproj=projector, **load_options(threads)) as runtime,
         run_llama_server(binary, target, projector, threads) as server,
     ):
-        expected: dict[Path, _Expected] = {}
-        results: dict[Path, dict[str, str]] = {}
-        for file in files:
-            expected[file.path], python = _python_result(runtime, server, file)
-            results[file.path] = {"python": python}
-    _add_api_results(target, files, expected, results, threads)
-    _add_chat_results(target, files, expected, results, threads)
-    for file in files:
-        answer = _generate(target, file, threads)
-        results[file.path]["generate"] = expected[file.path].result(*answer)
-        row = [results[file.path][column] for column in _COLUMNS]
+        for file in comparison.files:
+            comparison.expected[file.path], python = _python_result(runtime, server, file)
+            comparison.results[file.path] = {"python": python}
+    _add_api_results(comparison)
+    _add_chat_results(comparison)
+    for file in comparison.files:
+        comparison.add(file, "generate", *_generate(comparison, file))
+        row = [comparison.results[file.path][column] for column in _COLUMNS]
         print(table_line(kind, *row, file.path.name), flush=True)
-    return not any("DIFFERENT" in row.values() for row in results.values())
+    return not any("DIFFERENT" in row.values() for row in comparison.results.values())
 
 
 def _python_result(runtime: Runtime, server: LlamaServer, file: _File) -> tuple[_Expected, str]:
@@ -197,26 +222,19 @@ def _decoded_by_libmtmd(data: bytes) -> NDArray[np.uint8]:
     return pixels.reshape(shape)
 
 
-def _add_api_results(
-    target: Path,
-    files: list[_File],
-    expected: Mapping[Path, _Expected],
-    results: Mapping[Path, dict[str, str]],
-    threads: int,
-) -> None:
+def _add_api_results(comparison: _Comparison) -> None:
     from tests.server.conftest import running
 
-    options = load_options(threads)
+    options = load_options(comparison.threads)
     draft = options.pop("draft")
     with (
-        running(target=str(target), draft=draft, load_options=options) as server,
+        running(target=str(comparison.target), draft=draft, load_options=options) as server,
         httpx2.Client(base_url=server.url, timeout=120, trust_env=False) as client,
     ):
-        for file in files:
+        for file in comparison.files:
             for api in _APIS:
                 response = client.post(api, json=_body(api, file))
-                answer = _api_answer(response.status_code, response.json())
-                results[file.path][api] = expected[file.path].result(*answer)
+                comparison.add(file, api, *_api_answer(response.status_code, response.json()))
 
 
 def _body(api: str, file: _File) -> dict[str, Any]:
@@ -269,32 +287,26 @@ def _reply_text(answer: Mapping[str, Any]) -> str:
     return str(answer["message"]["content"])
 
 
-def _add_chat_results(
-    target: Path,
-    files: list[_File],
-    expected: Mapping[Path, _Expected],
-    results: Mapping[Path, dict[str, str]],
-    threads: int,
-) -> None:
+def _add_chat_results(comparison: _Comparison) -> None:
     """Send each file in a new chat, and read the replies from the saved chats."""
     with tempfile.TemporaryDirectory() as data:
-        lines = "".join(f"{file.text}\n/new\n" for file in files)
-        completed = _edgespec(["chat", "--plain"], target, threads, files, lines, data)
+        lines = "".join(f"{file.text}\n/new\n" for file in comparison.files)
+        completed = _edgespec(["chat", "--plain"], comparison, lines, data)
         store = ChatStore(Path(data) / "chats")
         replies: dict[str, str | None] = {}
         for stored in store.list():
             first, *others = store.load(stored.id).messages
             replies[first.content] = others[0].content if others else None
-    for file in files:
+    for file in comparison.files:
         problems = [line for line in completed.stderr.splitlines() if file.path.name in line]
         error = problems[0] if len(problems) == 1 else None
-        results[file.path]["chat"] = expected[file.path].result(replies.get(file.text), error)
+        comparison.add(file, "chat", replies.get(file.text), error)
 
 
-def _generate(target: Path, file: _File, threads: int) -> tuple[str | None, str | None]:
+def _generate(comparison: _Comparison, file: _File) -> tuple[str | None, str | None]:
     """Return the reply of `edgespec generate`, or the message of its only error."""
     command = ["generate", "--json", "--image", file.path.name, file.text]
-    completed = _edgespec(command, target, threads, [file])
+    completed = _edgespec(command, comparison)
     answer = json.loads(completed.stdout)
     if completed.returncode == 0:
         return answer["text"], None
@@ -303,17 +315,19 @@ def _generate(target: Path, file: _File, threads: int) -> tuple[str | None, str 
 
 
 def _edgespec(
-    command: list[str], target: Path, threads: int, files: list[_File], text: str = "", data: str = ""
+    command: list[str], comparison: _Comparison, text: str = "", data: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    options = ["--target", target, "--draft", "none", "--temperature", 0, "--max-tokens", MAX_TOKENS]
-    options += ["--context", CONTEXT_TOKENS, "--threads", threads, "--gpu-layers", 0]
+    """Run edgespec in the folder of the files."""
+    options = ["--target", comparison.target, "--draft", "none", "--temperature", 0]
+    options += ["--max-tokens", MAX_TOKENS, "--context", CONTEXT_TOKENS]
+    options += ["--threads", comparison.threads, "--gpu-layers", 0]
     environment = {**os.environ, "EDGESPEC_MEASURE_COSTS": "false"}
     if data:
         environment["EDGESPEC_DATA_DIR"] = data
     return subprocess.run(
         [sys.executable, "-m", "edgespec", *command, *map(str, options)],
         input=text,
-        cwd=files[0].path.parent,
+        cwd=comparison.files[0].path.parent,
         env=environment,
         capture_output=True,
         text=True,

@@ -200,6 +200,7 @@ _GGUF = FileFormat(
     mapped=True,
     preparations=frozenset({EarlyExit.method, LowBit.method}),
     projectors=True,
+    knows_projector=_lazy("llamacpp.image_encoder:knows_projector"),
     low_bit_copy_format="gguf",
     trial=_lazy("llamacpp.trial:try_model"),
     try_head=_lazy("llamacpp.trial:try_head"),

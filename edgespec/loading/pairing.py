@@ -372,7 +372,7 @@ def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadO
         choice: `auto`, `none` or the path of a projector.
 
     Raises:
-        ModelFileError: The file is not a projector.
+        ModelFileError: The file is not a projector, or it belongs to another model.
         OptionError: The target cannot use a projector.
     """
     if not target.file_format.projectors or options.workers is not None:
@@ -386,12 +386,31 @@ def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadO
             code="option_not_supported",
         )
     if choice == "auto":
-        found = find_projector(target)
-        return replace(options, projector=str(found) if found else "")
-    if choice != "none":
-        with about_option("mmproj", ModelFileError):
-            read_projector(Path(choice))
-    return replace(options, projector="" if choice == "none" else choice)
+        choice = str(find_projector(target) or "none")
+    if choice == "none":
+        return replace(options, projector="")
+    with about_option("mmproj", ModelFileError):
+        _check_projector(Path(choice), target)
+    return replace(options, projector=choice)
+
+
+def _check_projector(path: Path, target: Resolved) -> None:
+    """Raise ModelFileError if a file is not a projector that the target can use."""
+    projector, info = read_projector(path), model_info_or_none(target)
+    if not target.file_format.knows_projector(projector.kind):
+        raise ModelFileError(
+            f"{path} is an image projector of type {projector.kind}, which the installed llama.cpp does not"
+            " support",
+            "update edgespec and llama-cpp-python, or choose --mmproj none",
+            code="model_file_not_supported",
+        )
+    if info and projector.hidden_size and info.hidden_size not in (0, projector.hidden_size):
+        raise ModelFileError(
+            f"{path} is the image projector of another model: its embeddings have {projector.hidden_size:,}"
+            f" values, but those of {target.name} have {info.hidden_size:,}",
+            "use the mmproj file that was published with this model, or --mmproj none",
+            code="model_file_not_supported",
+        )
 
 
 def _check_is_model(found: Resolved) -> None:

@@ -165,6 +165,7 @@ class FileFormat:
             workers. None if the format does not support `LoadOptions.workers`.
         splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
         projectors: Whether models in this format can see images with a projector (an mmproj file).
+        knows_projector: Returns whether projectors of a given type can be loaded.
         is_fast_here: Returns whether this machine has the hardware that the library is made for. If not,
             lists show models in other formats first.
     """
@@ -200,6 +201,7 @@ class FileFormat:
     worker_library: Callable[[], Library] | None = None
     splits_tensors: bool = False
     projectors: bool = False
+    knows_projector: Callable[[str], bool] = lambda _kind: False
     is_fast_here: Callable[[], bool] = lambda: True
 
     @property

@@ -33,7 +33,7 @@ _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory in bytes for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20
 # Approximate memory in bytes for reading an image, apart from the projector's weights. Projectors need from
-# 240 MB (Gemma 3) to 2 GiB (Qwen2.5-VL with large photos).
+# 260 MB (Gemma 3) to 3 GiB (Qwen2.5-VL with large photos).
 _IMAGE_BUFFER_BYTES = 512 << 20
 
 

@@ -48,6 +48,8 @@ class Cell:
         warm: a tiny model that is loaded and closed before the measurement, so that all imports are done.
         address_bytes: address space that the measured load may use; 0 for no limit.
         fixed: pass `context` and `kv_type` to the load. Otherwise the planner chooses them.
+        mmproj: path of the target's projector, or `none`.
+        images: paths of the images that the target sees, one after the other.
     """
 
     target: str
@@ -59,6 +61,8 @@ class Cell:
     warm: str = "demo"
     address_bytes: int = 0
     fixed: bool = True
+    mmproj: str = "none"
+    images: Sequence[str] = ()
 
     @property
     def is_mlx(self) -> bool:
@@ -70,7 +74,8 @@ class Cell:
         """The options for both `edgespec.plan` and `edgespec.load`."""
         named = {"context": self.context, "kv_type": self.kv_type} if self.fixed else {}
         drafting = {"method": "model", "draft_window": 0} if self.draft != "none" else {"method": "none"}
-        return {"target": self.target, "draft": self.draft, "prefix_cache": "none", **named, **drafting}
+        named |= {"target": self.target, "draft": self.draft, "mmproj": self.mmproj}
+        return {**named, "prefix_cache": "none", **drafting}
 
 
 def planned(cell: Cell) -> dict[str, Any]:
@@ -92,6 +97,8 @@ def measured(cell: Cell) -> dict[str, Any]:
         _read(smallest._target, cell)
     with suppress(edgespec.EdgespecError):  # Also import the code that rejects a load.
         edgespec.load(cell.warm, "none", memory="1MiB", method="none", prefix_cache="none").close()
+    for image in cell.images:  # Also import Pillow.
+        edgespec.Image.read(Path(image).read_bytes())
     _free_unused()
     _reset_peak()
     before = _status()
@@ -113,6 +120,8 @@ def measured(cell: Cell) -> dict[str, Any]:
         else:
             for model in filter(None, (runtime._target, runtime._draft)):
                 _read(model, cell)
+        for image in cell.images:
+            runtime.generate("the file", images=[image], max_tokens=_STEPS)
         after = _status()
         plan = runtime.plan.to_json() if runtime.plan else {}
         context = runtime.context_tokens

@@ -188,10 +188,10 @@ def write_gemma3(
     return _write_gemma(path, "gemma3", template, seed, window, layers=8, words=words)
 
 
-def write_qwen2vl(path: Path, *, seed: int, words: tuple[str, ...], layers: int) -> Path:
+def write_qwen2vl(path: Path, *, seed: int, words: tuple[str, ...], layers: int, context: int = 1024) -> Path:
     """Write a transformer whose tokens have positions for time, row and column (M-RoPE)."""
     random = np.random.default_rng(seed)
-    writer = open_writer(path, "qwen2vl", layers=layers, context=1024)
+    writer = open_writer(path, "qwen2vl", layers=layers, context=context)
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
     writer.add_rope_dimension_sections([2, 3, 3, 0])

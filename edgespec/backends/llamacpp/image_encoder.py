@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, image_token_ids, token_runs
 from edgespec.system.files import file_state
 
-__all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
+__all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "knows_projector", "open_encoder"]
 
 # Explains why a GGUF model without an mmproj file cannot see images, and what to do about it.
 NO_PROJECTOR = (
@@ -40,6 +41,8 @@ _TEXT, _IMAGE = 0, 1
 _DECODED_BY_LIBMTMD = ("PNG", "JPEG", "GIF")
 # Number of position components of each token with multimodal rotary positions (M-RoPE).
 _MROPE_COMPONENTS = 4
+# Types of projectors that every version of libmtmd supports.
+_COMMON_TYPES = ("mlp", "gemma3", "qwen2.5vl_merger")
 
 
 @dataclass(eq=False)
@@ -79,6 +82,21 @@ class _Chunk:
         lib = mtmd()
         self.native = lib.mtmd_input_chunk_copy(chunk)
         weakref.finalize(self, lib.mtmd_input_chunk_free, self.native)
+
+
+def knows_projector(kind: str) -> bool:
+    """Return whether the installed libmtmd can load projectors of the given type, such as `gemma3`.
+
+    libmtmd cannot list its types, so this searches for their names in the library's file. The result is True
+    if the search is not reliable, because the file is missing or lacks the names of common types too.
+    """
+    package = find_spec("llama_cpp")
+    for folder in (package and package.submodule_search_locations) or ():
+        for file in Path(folder, "lib").glob("*mtmd.*"):
+            data = file.read_bytes()
+            *common, is_known = (f"{name}\0".encode() in data for name in (*_COMMON_TYPES, kind))
+            return is_known or not all(common)
+    return True
 
 
 def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
