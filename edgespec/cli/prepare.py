@@ -133,8 +133,9 @@ def lowbit(
     """
 
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
-        from edgespec.loading.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
+        from edgespec.loading.prepare.lowbit import prepare_lowbit
         from edgespec.loading.streamed_blocks import prepare_substitutes
+        from edgespec.methods.lowbit.drafter import DEFAULT_TYPE
 
         if for_memory is not None:
             memory_bytes = Size().check("for_memory", for_memory)

@@ -37,7 +37,7 @@ def language_model(folder: Path) -> Path:
     return write_llama(folder / "text.gguf")
 
 
-WRONG = {
+WRONG: dict[Callable[[Path], Path], str] = {
     of_another_model: "is the image projector of another model: its embeddings have 48 values, but",
     of_an_unknown_type: "is an image projector of type zzz, which the installed llama.cpp does not support",
     language_model: "is not an image projector",
@@ -70,7 +70,7 @@ def test_the_cli_reports_a_wrong_projector_once(
     command: tuple[str, ...], files: VisionModel, tmp_path: Path
 ) -> None:
     path = of_another_model(tmp_path)
-    options = ["--target", files.model, "--draft", "none", "--mmproj", path]
+    options = ["--target", str(files.model), "--draft", "none", "--mmproj", str(path)]
     done = subprocess.run(
         [sys.executable, "-m", "edgespec", *command, *options],
         input="",
@@ -101,7 +101,7 @@ def test_a_projector_with_an_old_header_is_accepted(files: VisionModel) -> None:
 def test_json_errors_name_the_option(
     write: Callable[[Path], Path], files: VisionModel, tmp_path: Path
 ) -> None:
-    options = ["--target", files.model, "--draft", "none", "--mmproj", write(tmp_path)]
+    options = ["--target", str(files.model), "--draft", "none", "--mmproj", str(write(tmp_path))]
     done = subprocess.run(
         [sys.executable, "-m", "edgespec", "plan", "--json", *options],
         capture_output=True,

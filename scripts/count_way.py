@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Count the functions of edgespec that run between a chat message and the target's first pass.
 
-    scripts/count_way                        # the numbers, with the model `demo`
-    scripts/count_way --list MODEL.gguf      # also each function, in the order of its first call
+    scripts/count_way.py                        # the numbers, with the model `demo`
+    scripts/count_way.py --list MODEL.gguf      # also each function, in the order of its first call
 
 The third message of a chat is sent through the chat's model thread, so that caches are warm and the
 conversation has replies. Two numbers are printed: up to the first call of the loaded target, and up to the
