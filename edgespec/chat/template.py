@@ -305,13 +305,6 @@ class _TemplateProcess(ChildProcess):
         """
         data, polls = encode(request), 0
 
-        def exchange() -> dict[str, str] | None:
-            with suppress(OSError, ValueError):
-                write_message(self.stdin, data)
-                if reply := read_message(self.stdout, output_limit_bytes(len(data))):
-                    return reply[0]
-            return None
-
         def poll() -> None:
             nonlocal polls
             polls += 1
@@ -322,7 +315,7 @@ class _TemplateProcess(ChildProcess):
                 raise _failure(_too_much_memory(len(data)))
 
         try:
-            reply = wait_for(exchange, poll)
+            reply = wait_for(lambda: self._exchange(data), poll)
             if reply is None:
                 raise _failure(_exit_reason(self))
             match reply.get("error"):
@@ -337,6 +330,14 @@ class _TemplateProcess(ChildProcess):
         except BaseException:
             self.close()
             raise
+
+    def _exchange(self, data: bytes) -> dict[str, str] | None:
+        """Send an encoded request. Return the reply, or None if it is too long or the process has exited."""
+        with suppress(OSError, ValueError):
+            write_message(self.stdin, data)
+            if reply := read_message(self.stdout, output_limit_bytes(len(data))):
+                return reply[0]
+        return None
 
 
 def _failure(reason: str) -> TemplateError:

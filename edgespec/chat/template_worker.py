@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPU_SECONDS",
+    "answer",
     "compile_template",
     "encode",
     "memory_limit_bytes",
@@ -125,6 +126,31 @@ def compile_template(source: str) -> Template:
         raise RecursionError from error
 
 
+def answer(request: dict[str, Any], template: Template | None) -> tuple[bytes, Template | None]:
+    """Compile the first request's template, or render it with a later request's variables.
+
+    Args:
+        request: The decoded request.
+        template: The template, or None for the first request.
+
+    Returns:
+        The encoded reply, and the template, or None if it cannot be compiled.
+    """
+    try:
+        if template is None:
+            template = compile_template(request["source"])
+            return encode({"text": ""}), template
+        _print_arguments_as_json(request["messages"])
+        return encode({"text": template.render(**request)}), template
+    except MemoryError:
+        return encode({"error": "memory"}), template
+    except RecursionError:
+        return encode({"error": "nesting"}), template
+    except Exception as error:
+        text = " ".join(str(error).replace(_PYTHON_ADVICE, "").split())[:_MAX_ERROR_CHARACTERS]
+        return encode({"error": "syntax" if template is None else "rejected", "message": text}), template
+
+
 def main() -> None:
     """Answer requests until stdin is closed."""
     # Add the folders that contain Jinja, because `python -I` may not find it.
@@ -134,20 +160,7 @@ def main() -> None:
         request, size_bytes = message
         _limit_memory(memory_limit_bytes(size_bytes))
         _limit_cpu_time(CPU_SECONDS)
-        try:
-            if template is None:
-                template = compile_template(request["source"])
-                data = encode({"text": ""})
-            else:
-                _print_arguments_as_json(request["messages"])
-                data = encode({"text": template.render(**request)})
-        except MemoryError:
-            data = encode({"error": "memory"})
-        except RecursionError:
-            data = encode({"error": "nesting"})
-        except Exception as error:
-            text = " ".join(str(error).replace(_PYTHON_ADVICE, "").split())[:_MAX_ERROR_CHARACTERS]
-            data = encode({"error": "syntax" if template is None else "rejected", "message": text})
+        data, template = answer(request, template)
         if len(data) > output_limit_bytes(size_bytes):
             data = encode({"error": "output"})
         _limit_cpu_time(0)

@@ -63,6 +63,8 @@ def check_same(runtime: Runtime, method: str, **options: Any) -> None:
     assert drafted
 
 
+# `backends/test_adapters.py` compares replies of the demo model with adapters in each run.
+@pytest.mark.long
 def test_an_adapter(smollm2: Path, tmp_path: Path) -> None:
     adapter = write_gguf_adapter(tmp_path / "style.gguf", smollm2, size=0.5)
     with loaded(smollm2, adapter=str(adapter)) as runtime:

@@ -142,6 +142,7 @@ def test_a_model_without_chat_template_raises(demo: Runtime, monkeypatch: pytest
         demo.reply([user("x")])
 
 
+@pytest.mark.usefixtures("template_process")
 def test_closing_ends_the_process_of_the_chat_template() -> None:
     with edgespec.load("demo") as runtime:
         runtime.count_tokens([Message("user", "x")])

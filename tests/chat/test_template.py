@@ -171,6 +171,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.usefixtures("template_process")
 class TestLimits:
     @pytest.mark.long
     @pytest.mark.parametrize("source", first(HOSTILE.values(), 5), ids=HOSTILE)
@@ -234,6 +235,7 @@ def _child(template: ChatTemplate) -> psutil.Process:
     return psutil.Process(template._process._process.pid)
 
 
+@pytest.mark.usefixtures("template_process")
 class TestProcess:
     def test_it_renders_as_this_process_would(self) -> None:
         random.seed(1)

@@ -191,6 +191,8 @@ class TestMlx:
         with raises(OptionError, code="draft_missing", option="learn"):
             edgespec.load("demo", "none", **QUICKLY, learn=True)
 
+    # `test_parity.py` proves both methods, each on its own, in every run.
+    @pytest.mark.long
     def test_learn_with_a_low_bit_target(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load(

@@ -26,6 +26,7 @@ from edgespec.store.catalogue import models_folder
 from edgespec.store.heads import needs_conversion, prepare_head
 from edgespec.system.files import file_state
 from edgespec.train import TrainingSettings, TrainingTarget, load_target, train_drafter
+from edgespec.train.timing import TrainingCosts
 from tests.backends.tiny_models import write_llama
 from tests.cases import needs_methods
 from tests.raising import raises
@@ -56,7 +57,7 @@ def publish_head(
 
 
 def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
-    teacher, trainer, batch = publish_head("eagle3", 2, 2, tmp_path)
+    teacher, trainer, batch = publish_head("eagle3", 1, 2, tmp_path)
     tokens = batch.tokens[0].tolist()
     prepare_head(tmp_path, DEMO, tmp_path / "head.gguf")
 
@@ -84,10 +85,10 @@ def test_a_gguf_target_writes_its_own_text_and_continues_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgespec.train.conversations.BATCH_CONVERSATIONS", 6)
-    monkeypatch.setattr("edgespec.train.timing.BATCH_CONVERSATIONS", 6)
     monkeypatch.setattr("edgespec.train.conversations._MAX_REPLY_TOKENS", 12)
-    monkeypatch.setattr("edgespec.train.timing._TRIAL_TOKENS", (4,))
-    monkeypatch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
+    # Measuring the costs takes longer than writing the text.
+    costs = TrainingCosts(1.0, 1.0, 1.0, 1.0, 1.0, 1, 1)
+    monkeypatch.setattr("edgespec.train.run.measure_costs", lambda *_: costs)
 
     def run(folder: Path, progress: Callable[[str, float], bool]) -> None:
         student = target.teacher.head("medusa")

@@ -146,6 +146,8 @@ def test_a_damaged_split_model_is_an_error(source: Path, split_model: PreparedMo
         prepare_lowbit(split_model.folder)
 
 
+# `test_lowbit.py` tests the same errors with a whole model in each run.
+@pytest.mark.long
 def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_builder, "BuildFolder", None)
     with raises(OptionError, "Q8_0", "11.7 MiB"):
