@@ -88,7 +88,9 @@ def record_reply(model: str) -> Way:
         ask = Ask("You are helpful.", tuple(messages), {"max_tokens": 12, "temperature": 0.0})
         if text == _MESSAGES[-1]:
             way.start()
-        messages.append(thread.ask(ask).result().message)
+        answer = thread.ask(ask).result().message
+        assert answer is not None
+        messages.append(answer)
     thread.close()
     thread.join(60)
     return way
