@@ -317,6 +317,8 @@ def test_the_class_is_chosen_by_its_expected_speed(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", lambda *_: [_SINGLE, _PAIRS])
+    monkeypatch.setattr(exact, "compare_attention", lambda *_: None)
+    _set_busy(monkeypatch, False)
     monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_, **_options: _curve(*seconds))
     with edgespec.load("demo", "none", context=256, exactness=requested, measure_costs=False) as runtime:
         found = runtime.target.exactness

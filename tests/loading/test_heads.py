@@ -204,7 +204,8 @@ class TestLoading:
     def test_a_head_that_exactness_rules_out_is_refused_for_that_reason(
         self, target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(exact, "find_width_classes", lambda _model, _progress: [WidthClass((1,))])
+        trial = exact._TrialResult([WidthClass((1,))], None, 1, is_disturbed=False)
+        monkeypatch.setattr(exact._ExactLoading, "_trial", lambda *_, **_options: trial)
         with edgespec.load(str(target), "none", exactness="bits", **OPTIONS) as runtime:
             notice = runtime.target.notice
             assert f"not using the draft head {head}: the eagle method does not work with" in notice
