@@ -25,8 +25,8 @@ __all__ = ["SharingErrors", "measure_sharing"]
 # Maximum number of measurements. Many may be needed, because on a small model, few placements of the KV cells
 # change the logits at all.
 _MAX_MEASUREMENTS = 64
-# Stop once this many measurements have shown a rounding error. One is enough to tell rounding from a fault. The
-# second makes the reported size of the error less accidental. A measurement takes as long as a reply.
+# Stop once this many measurements have shown a rounding error. One is enough to tell rounding from a fault.
+# The second makes the reported size of the error less accidental. A measurement takes as long as a reply.
 _ENOUGH_ERRORS = 2
 # Maximum number of times that other replies free KV cells while the reply is computed. The reply's next
 # tokens then occupy the freed cells.
