@@ -135,14 +135,11 @@ def lowbit(
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
         from edgespec.loading.prepare.lowbit import prepare_lowbit
         from edgespec.loading.streamed_blocks import prepare_substitutes
-        from edgespec.methods.lowbit.drafter import DEFAULT_TYPE
 
         if for_memory is not None:
             memory_bytes = Size().check("for_memory", for_memory)
-            return prepare_substitutes(
-                path, memory_bytes, type_name or DEFAULT_TYPE, to=to, progress=progress
-            )
-        return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
+            return prepare_substitutes(path, memory_bytes, type_name, to=to, progress=progress)
+        return prepare_lowbit(path, type_name, to=to, progress=progress)
 
     prepared = _resolve_and_prepare(reference, "lowbit", make)
     if as_json:

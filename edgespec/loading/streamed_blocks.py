@@ -11,7 +11,7 @@ from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, plan_pair
 from edgespec.loading.prepare.lowbit import estimate_substitutes, write_substitutes
 from edgespec.memory.budget import Budget
-from edgespec.methods.lowbit.drafter import Substitutes
+from edgespec.methods.lowbit.drafter import DEFAULT_TYPE, Substitutes
 from edgespec.model.base import Progress
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable
@@ -20,14 +20,19 @@ from edgespec.system.files import format_bytes
 
 
 def prepare_substitutes(
-    path: Path, memory_bytes: int, type_name: str, *, to: Path | None = None, progress: Progress | None = None
+    path: Path,
+    memory_bytes: int,
+    type_name: str | None = None,
+    *,
+    to: Path | None = None,
+    progress: Progress | None = None,
 ) -> PreparedModel:
     """Make low-bit copies of the blocks that a model would stream, or return existing valid copies.
 
     Args:
         path: A GGUF file.
         memory_bytes: The `--memory` value that the model will be used with.
-        type_name: Quantisation type for the copies, such as Q4_0.
+        type_name: Quantisation type for the copies, by default Q4_0.
         to: Folder to create. Defaults to a folder in the store.
         progress: Reports progress while reading and writing.
 
@@ -48,7 +53,7 @@ def prepare_substitutes(
     from edgespec.backends.llamacpp.quantise import parse_quantisation_type
     from edgespec.backends.llamacpp.weight_stream import can_stream, streamable_layers
 
-    type_name = parse_quantisation_type(type_name)
+    type_name = parse_quantisation_type(type_name or DEFAULT_TYPE)
     if path.is_dir():
         raise OptionError(
             f"{path} was prepared for early exit, so it cannot run from disk",

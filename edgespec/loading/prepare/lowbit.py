@@ -47,7 +47,11 @@ _BLOCKS = "blocks.gguf"
 
 
 def prepare_lowbit(
-    path: Path, type_name: str = DEFAULT_TYPE, *, to: Path | None = None, progress: Progress | None = None
+    path: Path,
+    type_name: str | None = None,
+    *,
+    to: Path | None = None,
+    progress: Progress | None = None,
 ) -> PreparedModel:
     """Create a copy of a model with fewer bits per weight, or return an existing valid copy.
 
@@ -57,7 +61,7 @@ def prepare_lowbit(
         path: A GGUF file, or a folder prepared for early exit. For such a folder, the copy is made from the
             original file. If that file no longer exists, the lower and upper parts are merged into a
             temporary file first.
-        type_name: Quantisation type for the copy, such as Q4_0.
+        type_name: Quantisation type for the copy, by default Q4_0.
         to: Folder to create. Defaults to a folder in the store.
         progress: Reports progress while reading and writing.
 
@@ -74,7 +78,7 @@ def prepare_lowbit(
     from edgespec.backends.llamacpp.lowbit import check_can_share_cache
     from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise
 
-    type_name = parse_quantisation_type(type_name)
+    type_name = parse_quantisation_type(type_name or DEFAULT_TYPE)
     if path.is_dir():
         existing = find_lowbit(path, type_name)
         if to is None and existing is not None and is_valid(existing, path):
