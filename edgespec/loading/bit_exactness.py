@@ -72,7 +72,8 @@ class WidthClass:
             cells.
         any_threads: Whether the results are independent of the number of CPU threads.
         is_complete: Whether the class contains all widths that could save time.
-        is_cut_short: Whether time ran out before all widths, trees and splits of prompts were tested.
+        is_cut_short: Whether time ran out before the next width was tested or, if the class has several
+            widths, before trees were.
     """
 
     widths: tuple[int, ...]
@@ -149,11 +150,8 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
         return restricted
     # A model that rolls back by rerunning tokens may rerun them in a pass of any width.
     replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
-    differs = "was too slow to find out whether it gives" if found.is_cut_short else "does not give"
     if found.max_width == 1 or not replays_exactly:
-        reason = (
-            f"checking several tokens at once {differs} exactly the same results as checking them one by one"
-        )
+        reason = _refusal("checking several tokens at once", "checking them one by one", found)
         return replace(
             restricted,
             rollback=False,
@@ -168,7 +166,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
         "its results must not depend on how many tokens are checked at once, but on this machine, they are"
         f" identical only for {found.text} tokens at once"
     )
-    no_trees = f"checking drafts with branches {differs} exactly the same results as checking single tokens"
+    no_trees = _refusal("checking drafts with branches", "checking single tokens", found)
     return replace(
         restricted,
         max_width=min(found.max_width, capabilities.max_width),
@@ -178,6 +176,13 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
         self_draft_methods=capabilities.self_draft_methods - refused,
         self_draft_refusals=dict.fromkeys(refused, reason),
     )
+
+
+def _refusal(what: str, plain: str, found: WidthClass) -> str:
+    gives = (
+        f"there was no time to test whether {what} gives" if found.is_cut_short else f"{what} does not give"
+    )
+    return f"{gives} exactly the same results as {plain}"
 
 
 class _Reference(NamedTuple):
@@ -258,13 +263,17 @@ class _Trial:
             # Replaying accepted tokens makes passes wider, so only a set of widths without gaps can be used.
             alone = {width for width in alone if alone >= set(range(1, width))}
         self._allow(whole_share)
-        found = []
+        found, are_widths_cut_short = [], self.is_cut_short
         for base, members in ((1, alone), *([(other, wide)] if wide else [])):
             widths = tuple(sorted(members))
+            self.is_cut_short = False
             trees = able.tree and self._trees_agree(base, widths, contexts[-1])
+            is_cut_short = self.is_cut_short
+            if len(widths) == 1:
+                is_cut_short = are_widths_cut_short and base + 1 not in self.disagreeing
             block = self._block_tokens(widths, whole)
             is_complete = not self.disagreeing & set(range(base, MAX_TESTED_WIDTH + 1)) and base == 1 < limit
-            found.append(WidthClass(widths, trees, block, any_threads, is_complete, self.is_cut_short))
+            found.append(WidthClass(widths, trees, block, any_threads, is_complete, is_cut_short))
         return self._confirmed(found) if self.is_partial else found
 
     def _allow(self, share: float) -> None:
@@ -290,7 +299,7 @@ class _Trial:
                 self.until = now() + self.limit_seconds
                 widths = (base, *self._agreeing_over_all_layers(base, widths[1:]))
                 # Trees and splits of prompts were compared only in the layers that agree.
-                found = WidthClass(widths, any_threads=found.any_threads, is_cut_short=self.is_cut_short)
+                found = WidthClass(widths, any_threads=found.any_threads)
             confirmed.append(found)
         return confirmed
 

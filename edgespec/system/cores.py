@@ -109,7 +109,7 @@ class CpuLoad:
                 self._ignored -= 1
 
     def reading(self) -> CpuReading:
-        """Return the times so far."""
+        """Return the current time and the CPU times until now."""
         return self._clock(), self._busy_seconds(), self._own_seconds()
 
     def busy_cores_since(self, reading: CpuReading) -> float:

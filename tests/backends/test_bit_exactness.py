@@ -268,7 +268,7 @@ def test_when_time_runs_out_only_tested_widths_are_used(
     is_cut_short = classes[0].is_cut_short
     assert is_cut_short == {0.001: True, 0.06: True, 0.3: False}.get(limit, is_cut_short)
     reason = restricted_to(model.facts.capabilities, classes[0]).reason
-    assert ("too slow to find out" in reason) == (is_cut_short and not classes[0].trees)
+    assert ("there was no time" in reason) == (is_cut_short and not classes[0].trees)
 
 
 def test_widths_that_were_not_compared_before_time_ran_out_are_not_used(
@@ -282,6 +282,15 @@ def test_widths_that_were_not_compared_before_time_ran_out_are_not_used(
         monkeypatch.setattr(bit_exactness, "TRIAL_SECONDS", limit)
         for found in find_width_classes(model):
             assert found.max_width <= 4
+
+
+def test_a_width_that_differs_is_not_called_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _RoundingModel(lambda width, _row, _tree: width)
+    _Timed(model, monkeypatch)
+    monkeypatch.setattr(bit_exactness, "TRIAL_SECONDS", 0.1)
+    found, *_ = find_width_classes(model)
+    assert (found.widths, found.is_cut_short) == ((1,), False)
+    assert "does not give" in restricted_to(model.facts.capabilities, found).reason
 
 
 def test_a_class_without_width_1_is_not_used_before_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,19 @@ trees = st.tuples(st.sampled_from(list(TREES.values())), st.integers(0, 3))
 ROUNDS = st.lists(st.tuples(trees, trees, st.integers(0, 11), st.booleans()), min_size=1, max_size=5)
 
 
+def _watched_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return a list to which the tokens of each pass over the lower layers are added."""
+    run: list[tuple[int, ...]] = []
+    run_to_hook = LlamaContext.run_to_hook
+
+    def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
+        run.append(tuple(tokens))
+        run_to_hook(self, tokens, *rest)
+
+    monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
+    return run
+
+
 class TestReusedDrafts:
     @pytest.mark.long
     @pytest.mark.parametrize(
@@ -293,14 +306,7 @@ class TestReusedDrafts:
         view = split.self_draft(EarlyExit(4))
         for first in range(3):
             view.verify(TokenTree.chain(5, [6, 7][:first]), first)
-        run: list[tuple[int, ...]] = []
-        run_to_hook = LlamaContext.run_to_hook
-
-        def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
-            run.append(tuple(tokens))
-            run_to_hook(self, tokens, *rest)
-
-        monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
+        run = _watched_passes(monkeypatch)
         split.verify(TokenTree.chain(5, [6, 8]))
         assert run == ([(8,)] if tree else [(5, 6, 8)])
 
@@ -311,14 +317,7 @@ class TestReusedDrafts:
         view = split.self_draft(EarlyExit(4))
         for first in range(3):
             view.verify(TokenTree.chain(5, [6, 7][:first]), first)
-        run: list[tuple[int, ...]] = []
-        run_to_hook = LlamaContext.run_to_hook
-
-        def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
-            run.append(tuple(tokens))
-            run_to_hook(self, tokens, *rest)
-
-        monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
+        run = _watched_passes(monkeypatch)
         split.verify(TokenTree.chain(5, [6, 7, 8]))
         assert run == [(8,)]
         split.commit((1, 2, 3))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Count the functions of edgespec that run between a chat message and the target's first pass.
 
-    scripts/count_way.py                        # the numbers, with the model `demo`
-    scripts/count_way.py --list MODEL.gguf      # also each function, in the order of its first call
+    scripts/count_call_path.py                        # the numbers, with the model `demo`
+    scripts/count_call_path.py --list MODEL.gguf      # also each function, in the order of its first call
 
 The third message of a chat is sent through the chat's model thread, so that caches are warm and the
 conversation has replies. Two numbers are printed: up to the first call of the loaded target, and up to the
@@ -30,7 +30,7 @@ _MESSAGES = ("Hello, how are you?", "Name three fruits.", "And one vegetable?")
 _PASSES = ("prefill_prompt", "prefill", "verify")
 
 
-class Way:
+class CallPath:
     """Records the functions that run until the first pass ends, in this thread and those started later.
 
     Attributes:
@@ -78,22 +78,22 @@ def _caller(frame: FrameType) -> tuple[str, str]:
     return (above and _name(above)) or ("", threading.current_thread().name)
 
 
-def record_reply(model: str) -> Way:
-    """Return the way of the third message of a chat."""
-    way, messages = Way(), []
+def record_reply(model: str) -> CallPath:
+    """Return the functions that the third message of a chat runs."""
+    path, messages = CallPath(), []
     thread = ModelThread(lambda progress: edgespec.load(model, prefix_cache="memory", progress=progress))
     thread.start().result()
     for text in _MESSAGES:
         messages.append(edgespec.Message("user", text))
         ask = Ask("You are helpful.", tuple(messages), {"max_tokens": 12, "temperature": 0.0})
         if text == _MESSAGES[-1]:
-            way.start()
+            path.start()
         answer = thread.ask(ask).result().message
         assert answer is not None
         messages.append(answer)
     thread.close()
     thread.join(60)
-    return way
+    return path
 
 
 def main() -> None:
@@ -103,13 +103,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo", help="a model that llama.cpp runs")
     parser.add_argument("--list", action="store_true", help="list the functions")
     arguments = parser.parse_args()
-    way = record_reply(arguments.model)
-    calls = list(way.callers)
+    path = record_reply(arguments.model)
+    calls = list(path.callers)
     if arguments.list:
         for number, (module, name) in enumerate(calls, 1):
-            print(f"{number:4}  {module:38} {name:45} < {way.callers[module, name][1]}")
+            print(f"{number:4}  {module:38} {name:45} < {path.callers[module, name][1]}")
     for label, count in (
-        ("up to the first call of the target", way.before_target),
+        ("up to the first call of the target", path.before_target),
         ("up to the end of its first pass", len(calls)),
     ):
         modules = {module for module, _ in calls[:count]}
